@@ -1,0 +1,48 @@
+# Everything a developer runs. Each target sets up .venv first if it has to.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help demo test lint types layering docs bench matrix clean
+
+help:  ## list the targets
+	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
+
+# torch first and by its pin, so that nothing later pulls in another one.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch lightning-thunder
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: $(INSTALLED)  ## run examples/digits.py
+	$(BIN)/python examples/digits.py
+
+test: $(INSTALLED)  ## run the tests
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED)  ## check style and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(INSTALLED)  ## check hookkit's annotations
+	$(BIN)/mypy
+
+layering: $(INSTALLED)  ## check that imports point downwards only
+	$(BIN)/python scripts/layering.py
+
+docs: $(INSTALLED)  ## build the documentation in docs/_build/html
+	$(BIN)/sphinx-build -W -n --keep-going -b html docs docs/_build/html
+
+bench: $(INSTALLED)  ## run every benchmarks/bench_*.py
+	set -e; for script in benchmarks/bench_*.py; do $(BIN)/python $$script; done
+
+matrix:  ## run the tests with another torch, as in: make matrix TORCH=2.9.1
+	@test -n '$(TORCH)' || { echo 'usage: make matrix TORCH=2.9.1'; exit 2; }
+	PYTHON='$(PYTHON)' scripts/matrix.sh '$(TORCH)'
+
+clean:  ## remove the environments and everything built
+	rm -rf $(VENV) .venv-torch-* build dist docs/_build .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

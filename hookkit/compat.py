@@ -1,0 +1,167 @@
+"""Every difference between the supported versions of torch and thunder, behind one name each.
+
+The rest of hookkit never asks for a version: what is here probes for the feature. Each part says which version
+needs it and what to delete when that version goes. torch is imported here, thunder is not: a part of this module
+runs while thunder is being imported (see ``hookkit.autoload``).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import BuiltinMethodType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch.autograd import Function
+from torch.fx import GraphModule
+from torch.fx._lazy_graph_module import _LazyGraphModule
+
+__all__ = ["function_owner", "graph_is_kept", "higher_order_apply_targets", "importing_thunder", "realise_graph_module"]
+
+
+def importing_thunder(module: ModuleType) -> AbstractContextManager[None]:
+    """Give torch, while a module of thunder is imported, what the module names and newer torch lacks.
+
+    Afterwards torch is as it was, also if the import fails: stand-ins that stay would change the libraries that ask
+    ``hasattr(torch.Tensor, ...)``.
+
+    Args:
+        module: The module that is about to be executed; one that needs nothing gets nothing.
+
+    Returns:
+        A context manager to execute the module in.
+    """
+    match module.__name__:
+        case "thunder.torch.default_torch_ops":
+            return _removed_tensor_methods(module)
+        case "thunder.core.jit_ext":
+            return _python_function_apply()
+        case _:
+            return nullcontext()
+
+
+# torch 2.13 removed named tensors; thunder 0.2.6 names these methods in thunder/torch/default_torch_ops.py. Delete
+# this, and its case above, when the oldest supported thunder no longer names them.
+_TENSOR_METHODS = ("align_as", "align_to", "has_names", "refine_names", "rename")
+
+
+@contextmanager
+def _removed_tensor_methods(default_torch_ops: ModuleType) -> Iterator[None]:
+    missing = [name for name in _TENSOR_METHODS if not hasattr(torch.Tensor, name)]
+    with _attributes(torch.Tensor, dict.fromkeys(missing, _removed)):
+        yield
+    # Left in this list, the stand-ins would be registered by thunder/torch/__init__.py as methods of TensorProxy:
+    # `hasattr(x, "rename")` would be true in a traced program and false in eager.
+    operations = default_torch_ops.torch_auto_registered_ops[torch.Tensor]
+    operations[:] = [operation for operation in operations if operation is not _removed]
+
+
+def _removed(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError("torch has removed named tensors")
+
+
+# From torch 2.14 `Function.apply` is a C classmethod; thunder 0.2.6 registers its lookaside for it as
+# `Function.apply.__func__` (thunder/core/jit_ext.py). The lookaside stays under the stand-in, which nothing calls
+# once it is off. Delete this, and its case above, when the oldest supported thunder no longer asks for `__func__`.
+@contextmanager
+def _python_function_apply() -> Iterator[None]:
+    if hasattr(Function.apply, "__func__"):
+        yield
+        return
+    c_classmethod = inspect.getattr_static(Function, "apply")
+
+    def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        return c_classmethod.__get__(None, cls)(*args, **kwargs)
+
+    with _attributes(Function, {"apply": classmethod(apply)}):
+        yield
+
+
+@contextmanager
+def _attributes(owner: type, attributes: dict[str, Any]) -> Iterator[None]:
+    own = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
+    for name, value in attributes.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            if name in own:
+                setattr(owner, name, own[name])
+            else:
+                delattr(owner, name)
+
+
+def function_owner(function: Callable[..., Any]) -> type[Function] | None:
+    """Find the ``autograd.Function`` subclass whose ``apply`` a callable is.
+
+    A class's own ``apply`` that overrides ``Function.apply`` is not meant: it is code of the program, and calls the
+    inherited one if it wants to.
+
+    Args:
+        function: Any callable.
+
+    Returns:
+        The subclass, or None if the callable is something else.
+
+    Example:
+        >>> class Double(Function):
+        ...     @staticmethod
+        ...     def forward(ctx, x):
+        ...         return 2 * x
+        >>> function_owner(Double.apply) is Double
+        True
+        >>> function_owner(torch.sin) is None
+        True
+    """
+    # Up to torch 2.13 `Function.apply` is a Python classmethod, and its bound methods share one `__func__`. Delete
+    # the first branch when torch 2.14 is the oldest supported.
+    if type(function) is MethodType:
+        if function.__func__ is not getattr(Function.apply, "__func__", None):
+            return None
+    elif type(function) is not BuiltinMethodType or function.__name__ != "apply":
+        return None
+    owner = function.__self__
+    return owner if isinstance(owner, type) and issubclass(owner, Function) else None
+
+
+def realise_graph_module(module: object) -> None:
+    """Compile the ``forward`` of a graph module, and of those inside it, if torch has put that off.
+
+    From torch 2.13 Dynamo hands out graph modules whose code is generated at the first call
+    (torch/fx/_lazy_graph_module.py). thunder's interpreter cannot run the generator: it dies with "MappingKeysView has
+    no len()". To be deleted when thunder makes them real itself.
+
+    Args:
+        module: A graph module; anything else is left alone.
+    """
+    if isinstance(module, GraphModule):
+        for part in module.modules():
+            if isinstance(part, _LazyGraphModule):
+                part.real_recompile()
+
+
+def higher_order_apply_targets() -> tuple[Callable[..., Any], ...]:
+    """List the callables that mean the higher-order operator ``autograd_function_apply`` on this torch.
+
+    The name under ``torch.ops`` and the one that programs import from torch's module are one object in torch 2.13.
+    Where they differ both are listed.
+    """
+    # A torch that lacks either place has one target, or none; delete the defaults when no supported one does.
+    from torch._functorch import autograd_function
+
+    found = (
+        getattr(torch.ops.higher_order, "autograd_function_apply", None),
+        getattr(autograd_function, "autograd_function_apply", None),
+    )
+    return tuple(dict.fromkeys(target for target in found if target is not None))
+
+
+def graph_is_kept() -> bool:
+    """Whether the backward that is running keeps its graph (``retain_graph=True``); False outside a backward."""
+    # torch 2.7 to 2.15 have both; they are private, and there is no public way to ask.
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())

@@ -1,0 +1,105 @@
+"""The life of a call: whether a rule takes it, and how: traced, or opaque where it cannot be traced."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from thunder.core.compile_data import get_compile_data
+from thunder.core.interpreter import unwrap
+from thunder.core.jit_ext import get_jit_ctx
+
+from hookkit.call import Call
+from hookkit.engine import gradflow, opaque
+from hookkit.engine.arguments import Bound
+from hookkit.engine.traced import Invocation, trace_call
+from hookkit.engine.tracing import Raised, raise_in_program, user_source
+from hookkit.engine.values import unwrap_arguments
+from hookkit.errors import HookError, UntraceableError
+from hookkit.registry import registry
+from hookkit.rule import Rule
+
+__all__ = ["lookaside_for"]
+
+_untraceable: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+_running: list[tuple[Rule, Any]] = []
+
+
+def lookaside_for(
+    callee: Callable[..., Any], owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Callable[..., Any] | None:
+    """What the interpreter calls instead of a callable, or None if no rule takes the call.
+
+    Args:
+        callee: what the program calls.
+        owner: the wrapped Function class, if ``callee`` is its ``apply``.
+        args: wrapped positional arguments (without the owner).
+        kwargs: wrapped keyword arguments.
+    """
+    function = unwrap(owner) if owner is not None else None
+    if not registry.matching(callee, function):
+        return None
+    uargs, ukwargs = unwrap_arguments(args, kwargs)
+    trace = get_jit_ctx().computation_trace
+    call = Call(
+        callable=callee,
+        function=function,
+        args=uargs,
+        kwargs=ukwargs,
+        needs=tuple(gradflow.requires_grad(trace, a) for a in uargs),
+        source=user_source(),
+    )
+    try:
+        for candidate in registry.candidates(call):
+            if candidate.declined is None and (candidate.rule, callee) not in _running:
+                return partial(_take_over, candidate.rule, call, owner, args, kwargs)
+    except HookError as error:
+        return partial(lambda error, *_, **__: raise_in_program(error), error)
+    return None
+
+
+def _take_over(
+    rule: Rule, call: Call, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any, **__: Any
+) -> Any:
+    invocation = Invocation(
+        rule=rule,
+        call=call,
+        bound=Bound.of(rule, call),
+        owner=owner,
+        args=args,
+        kwargs=kwargs,
+        grad_mode=bool(get_compile_data().is_grad_enabled),
+    )
+    guard = (rule, call.callable) if call.function is None else None
+    if guard:
+        _running.append(guard)
+    try:
+        return _run(invocation)
+    except Raised as raised:
+        return raise_in_program(raised.error)
+    except HookError as error:
+        return raise_in_program(error)
+    finally:
+        if guard:
+            _running.remove(guard)
+
+
+def _run(invocation: Invocation) -> Any:
+    rule, call = invocation.rule, invocation.call
+    subject = call.function or rule
+    if rule.mode == "opaque":
+        return opaque.opaque_call(invocation, None)
+    if rule.mode == "auto" and subject in _untraceable:
+        return opaque.opaque_call(invocation, None)
+    try:
+        return trace_call(invocation)
+    except Raised as raised:
+        return opaque.fall_back(invocation, raised.error, _untraceable)
+    except UntraceableError as error:
+        return opaque.fall_back(invocation, error, _untraceable)
+    except HookError as error:
+        if not rule.opaque_callee:
+            raise
+        return opaque.fall_back(invocation, error, _untraceable)

@@ -1,0 +1,296 @@
+"""Running a callee under PyTorch's own autograd, cut out of the graph around it.
+
+This is what an opaque call does at run time, and, on tensors without data, what its metadata is found with. The inputs enter through one autograd node, so that no storage is kept that eager would not keep,
+and gradients are taken where they reach that node; the engine itself materialises, validates and frees.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from hookkit import compat
+from hookkit.call import Call
+from hookkit.engine.arguments import Bound
+from hookkit.engine.values import Slot, broadcasts_to, leaves, map_leaves
+from hookkit.errors import GradientError
+from hookkit.residuals import Residuals
+from hookkit.rule import Rule
+
+__all__ = ["Autocast", "EagerResult", "EagerState", "fill", "provider_callee", "run_eagerly", "split_tensors"]
+
+
+class _Entry(torch.autograd.Function):
+    """The border of an opaque call: hands tensors on, and keeps what arrives for them in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, sink: list[Any], anchor: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.sink = sink
+        ctx.set_materialize_grads(False)
+        return tuple(t.detach() for t in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, ...]:
+        ctx.sink[:] = gradients
+        return (None, None, *(None for _ in gradients))
+
+
+@attrs.frozen
+class Autocast:
+    """One autocast region around a call."""
+
+    device: str
+    dtype: torch.dtype
+    enabled: bool
+
+
+@attrs.define(eq=False)
+class EagerState:
+    """What is kept between the forward and the backward of an opaque call.
+
+    It holds edges of the autograd graph, not tensors.
+    """
+
+    edges: list[Any]
+    sink: list[Any]
+    entered: list[int]
+    leaves: dict[int, torch.Tensor]
+    anchor: torch.Tensor | None
+
+    def backward(self, gradients: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor | None]:
+        """The gradient of each input that needs one, by the input's index; None where there is none.
+
+        Args:
+            gradients: for each output that requires grad its gradient, or None if nothing used it.
+        """
+        used = [(e, g) for e, g in zip(self.edges, gradients, strict=True) if g is not None]
+        found: dict[int, torch.Tensor | None] = dict.fromkeys((*self.entered, *self.leaves))
+        if not used:
+            return found
+        roots, cotangents = zip(*used, strict=True)
+        keep = compat.graph_is_kept()
+        self.sink.clear()
+        if self.leaves:
+            inputs = list(self.leaves.values())
+            anchor = [self.anchor] if self.anchor is not None else []
+            got = torch.autograd.grad(roots, [*inputs, *anchor], cotangents, retain_graph=keep, allow_unused=True)
+            found.update(zip(self.leaves, got, strict=False))
+        else:
+            torch.autograd.backward(roots, cotangents, retain_graph=keep)
+        found.update(zip(self.entered, self.sink, strict=False))
+        self.sink.clear()
+        return found
+
+
+@attrs.define(eq=False)
+class EagerResult:
+    """What a callee returned, and how to differentiate it.
+
+    Attributes:
+        output: the callee's output, its tensors cut out of the graph.
+        differentiable: for each tensor in the output, in order, whether it requires grad.
+        changed: the indices of tensors that the callee changed in place, and their new values.
+        dirty_outputs: from the place of an output to the index of the changed tensor that it is.
+        state: None if nothing requires grad.
+    """
+
+    output: Any
+    differentiable: list[bool]
+    changed: dict[int, torch.Tensor]
+    dirty_outputs: dict[int, int]
+    state: EagerState | None
+
+
+def run_eagerly(
+    callee: Callable[..., Any],
+    arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    values: Sequence[Any],
+    needs: Sequence[bool],
+    *,
+    grad_mode: bool,
+    autocasts: Sequence[Autocast] = (),
+    copied: Sequence[int] = (),
+) -> EagerResult:
+    """Call a callee as eager PyTorch would at this place of the program.
+
+    Args:
+        callee: what is called.
+        arguments: positional and keyword arguments, with slots in the places of the values.
+        values: the tensors (and other values) of the call.
+        needs: for each value whether it requires grad.
+        grad_mode: whether grad mode is on around the call.
+        autocasts: the autocast regions around the call, outermost first.
+        copied: the indices of tensors that the callee changes in place; it gets copies.
+
+    Returns:
+        The output and how to differentiate it.
+    """
+    prepared = list(values)
+    entered = []
+    leaves = {}
+    with torch.enable_grad():
+        for index, needed in enumerate(needs):
+            value = values[index]
+            if index in copied:
+                if needed and grad_mode and value.requires_grad and value.is_leaf:
+                    raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+                prepared[index] = value = value.detach().clone()
+            if not needed:
+                if isinstance(value, torch.Tensor) and value.requires_grad:
+                    prepared[index] = value.detach()
+            elif isinstance(value, torch.nn.Parameter) and value.requires_grad and not value._backward_hooks:
+                leaves[index] = value
+            else:
+                entered.append(index)
+        sink: list[Any] = []
+        anchor = None
+        if entered:
+            anchor = torch.empty((), requires_grad=True)
+            aliases = _Entry.apply(sink, anchor, *(prepared[i] for i in entered))
+            for index, alias in zip(entered, aliases, strict=True):
+                prepared[index] = alias
+    versions = [v._version if _has_version(v) else None for v in prepared]
+    before = list(prepared)
+    args, kwargs = fill(arguments, prepared)
+    with torch.set_grad_enabled(grad_mode), _autocast(autocasts):
+        output = callee(*args, **kwargs)
+    changed = {
+        i: before[i].detach()
+        for i, version in enumerate(versions)
+        if version is not None and before[i]._version != version
+    }
+    edges: list[Any] = []
+    differentiable: list[bool] = []
+    changed_arguments = {id(before[i]): i for i in changed}
+    dirty_outputs: dict[int, int] = {}
+
+    def cut(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) in changed_arguments:
+            dirty_outputs[len(differentiable)] = changed_arguments[id(value)]
+        differentiable.append(value.requires_grad)
+        if value.requires_grad:
+            edges.append(torch.autograd.graph.get_gradient_edge(value))
+        return value.detach()
+
+    output = map_leaves(cut, output)
+    state = EagerState(edges, sink, entered, leaves, anchor) if edges else None
+    return EagerResult(output, differentiable, changed, dirty_outputs, state)
+
+
+def _has_version(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_inference()
+
+
+@contextlib.contextmanager
+def _autocast(regions: Sequence[Autocast]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for region in regions:
+            stack.enter_context(torch.autocast(region.device, region.dtype, enabled=region.enabled))
+        yield
+
+
+def provider_callee(rule: Rule) -> Callable[..., Any]:
+    """A callable that runs a rule's providers as one autograd Function."""
+    forward, backward = rule.forward, rule.backward_provider
+    assert forward is not None and backward is not None
+
+    class Providers(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, args: Any, kwargs: Any, structure: list[Any], *tensors: torch.Tensor) -> Any:
+            result = forward(*args, **kwargs)
+            residuals = Residuals({})
+            if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Residuals):
+                result, residuals = result
+            marks = residuals._marks
+            places = {id(t): Slot(i) for i, t in enumerate(tensors)}
+            args, kwargs = map_leaves(lambda v: places.get(id(v), v), (args, kwargs))
+            ctx.bound = Bound.of(rule, Call(forward, None, args, kwargs))
+            ctx.needs = ctx.bound.needs([Slot(i) for i, n in enumerate(ctx.needs_input_grad[3:]) if n])
+            ctx.inputs = [Metadata.of(t) for t in tensors]
+            values = {k: v for k, v in residuals.__dict__.items() if not k.startswith("_")}
+            kept, ctx.residuals = split_tensors(values)
+            ctx.save_for_backward(*kept)
+            ctx.mark_non_differentiable(*(t for t in marks.non_differentiable if isinstance(t, torch.Tensor)))
+            ctx.mark_dirty(*marks.dirty)
+            ctx.set_materialize_grads(marks.materialize_grads)
+            outputs, ctx.structure = split_tensors(result)
+            structure.append(ctx.structure)
+            return tuple(outputs)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            residuals = Residuals(fill(ctx.residuals, ctx.saved_tensors))
+            residuals.__dict__["needs"] = ctx.needs
+            items = ctx.structure if type(ctx.structure) is tuple else (ctx.structure,)
+            arguments = [
+                map_leaves(lambda v: gradients[v.index] if isinstance(v, Slot) else None, item) for item in items
+            ]
+            result: list[Any] = [None] * len(ctx.inputs)
+            for label, place, gradient in ctx.bound.pair_gradients(rule, backward(residuals, *arguments)):
+                if gradient is not None:
+                    ctx.inputs[place.index].check(rule.name, label, gradient)
+                    present = result[place.index]
+                    result[place.index] = gradient if present is None else present + gradient
+            return (None, None, None, *result)
+
+    def callee(*args: Any, **kwargs: Any) -> Any:
+        tensors = {id(v): v for v in leaves((args, kwargs)) if isinstance(v, torch.Tensor)}
+        structure: list[Any] = []
+        outputs = Providers.apply(args, kwargs, structure, *tensors.values())
+        return fill(structure[0], outputs)
+
+    return callee
+
+
+def split_tensors(tree: Any) -> tuple[list[torch.Tensor], Any]:
+    """The tensors of a tree, and the tree with a slot in each one's place."""
+    tensors: list[torch.Tensor] = []
+
+    def take(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        tensors.append(value)
+        return Slot(len(tensors) - 1)
+
+    return tensors, map_leaves(take, tree)
+
+
+def fill(tree: Any, values: Sequence[Any]) -> Any:
+    """A copy of a tree with values in the place of its slots; containers are new."""
+    return map_leaves(lambda v: values[v.index] if isinstance(v, Slot) else v, tree)
+
+
+@attrs.frozen
+class Metadata:
+    """The shape and device of an input, against which its gradient is checked."""
+
+    shape: tuple[int, ...]
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Metadata:
+        """The metadata of a tensor."""
+        return cls(tuple(tensor.shape), tensor.device)
+
+    def check(self, name: str, label: str, gradient: Any) -> None:
+        """Refuse a gradient that does not fit.
+
+        Raises:
+            GradientError: if it is no tensor, on another device, or of a shape that does not reduce to the input's.
+        """
+        where = f"the backward provider of the rule {name} returned a gradient of {label}"
+        if not isinstance(gradient, torch.Tensor):
+            raise GradientError(f"{where} that is {gradient!r} ({type(gradient).__name__}); expected a tensor or None")
+        if gradient.device != self.device:
+            raise GradientError(f"{where} on {gradient.device}; expected device {self.device}")
+        if not broadcasts_to(self.shape, tuple(gradient.shape)):
+            raise GradientError(
+                f"{where} with shape {list(gradient.shape)}; expected shape {list(self.shape)}, or one that it "
+                "broadcasts to"
+            )

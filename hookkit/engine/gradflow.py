@@ -1,0 +1,79 @@
+"""Which tensors of a trace require grad.
+
+Only the inputs of a trace say so; of intermediates it follows from the operations recorded so far: a result requires
+grad if an operand does, unless it was computed with grad mode off.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from thunder.core import prims
+from thunder.core.proxies import Proxy, ProxyTag, TensorProxy
+from thunder.core.trace import TraceCtx
+
+from hookkit.engine.values import is_differentiable_dtype
+
+__all__ = ["forget", "requires_grad", "set_requires_grad"]
+
+
+class _Flow:
+    def __init__(self) -> None:
+        self.flags: dict[str, bool] = {}
+        self.seen: dict[int, int] = {}  # id of a scope's list -> how many of its symbols are accounted for
+
+
+_flows: weakref.WeakKeyDictionary[TraceCtx, _Flow] = weakref.WeakKeyDictionary()
+
+
+def requires_grad(trace: TraceCtx, value: Any) -> bool:
+    """Whether a value is a tensor proxy that requires grad, as eager PyTorch would say at this point."""
+    if not isinstance(value, TensorProxy):
+        return False
+    flow = _flows.setdefault(trace, _Flow())
+    for scope in trace.scopes:
+        if scope is None:
+            continue
+        start = min(flow.seen.get(id(scope), 0), len(scope))
+        for bsym in scope[start:]:
+            _account(flow, bsym)
+        flow.seen[id(scope)] = len(scope)
+    return _flag(flow, value)
+
+
+def set_requires_grad(trace: TraceCtx, tensor: TensorProxy, value: bool) -> None:
+    """State whether a tensor requires grad."""
+    _flows.setdefault(trace, _Flow()).flags[tensor.name] = value
+
+
+def forget(trace: TraceCtx, scope: list[Any]) -> None:
+    """A scope is gone; another list may get its identity."""
+    flow = _flows.get(trace)
+    if flow is not None:
+        flow.seen.pop(id(scope), None)
+
+
+def _flag(flow: _Flow, tensor: Proxy) -> bool:
+    return flow.flags.get(tensor.name, bool(getattr(tensor, "requires_grad", False)))
+
+
+def _account(flow: _Flow, bsym: Any) -> None:
+    tensors = [a for a in bsym.flat_proxy_args if isinstance(a, TensorProxy)]
+    any_requires = any(_flag(flow, t) for t in tensors)
+    names = {t.name for t in tensors}
+    detached = any(
+        ProxyTag.DETACHED_AUTOGRAD_GRAPH in o.tags for o in bsym.flat_proxy_outs if isinstance(o, TensorProxy)
+    )
+    for out in bsym.flat_proxy_outs:
+        if isinstance(out, TensorProxy) and out.name not in names and out.name not in flow.flags:
+            flow.flags[out.name] = any_requires and not detached and is_differentiable_dtype(out)
+    if any_requires and not detached and tensors and changes_in_place(bsym):
+        flow.flags[tensors[0].name] = True
+
+
+def changes_in_place(bsym: Any) -> bool:
+    """Whether a bound symbol writes into its first tensor argument."""
+    if bsym.sym.tags and prims.OpTags.IN_PLACE in bsym.sym.tags:
+        return True
+    return bool(bsym.subsymbols) and bsym.subsymbols[-1].sym.id == prims.PrimIDs.COPY_

@@ -1,0 +1,498 @@
+"""An opaque call: one operator in the trace, run by PyTorch, with the backward that PyTorch recorded.
+
+The operator returns the call's tensors and, where a gradient can be asked for, the state of its autograd graph, which
+a second operator takes in the backward. Its metadata is found by running the call on tensors without data, or by a
+meta function.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import attrs
+import torch
+from thunder.core import dtypes, prims
+from thunder.core.compile_data import get_compile_data
+from thunder.core.devices import to_device, to_torch_device
+from thunder.core.jit_ext import get_jit_ctx
+from thunder.core.proxies import AnyProxy, NumberProxy, Proxy, TensorProxy
+from thunder.core.trace import tracectx
+from thunder.extend import ImplInfo
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+
+from hookkit.engine import gradflow
+from hookkit.engine.eager import Autocast, EagerResult, EagerState, fill, provider_callee, run_eagerly, split_tensors
+from hookkit.engine.symbols import make_symbol, symbol_name
+from hookkit.engine.traced import Invocation
+from hookkit.engine.tracing import Raised
+from hookkit.engine.values import Slot, is_differentiable_dtype, leaves, map_leaves, wrap_result
+from hookkit.errors import MetaError, MetaWarning, OpaqueFallbackWarning, UntraceableError
+from hookkit.residuals import Residuals
+
+__all__ = ["OpaqueCall", "fall_back", "opaque_call"]
+
+_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout)
+
+
+@attrs.frozen
+class TensorMetadata:
+    """What thunder knows of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorMetadata:
+        """The metadata of a tensor."""
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.device)
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} on {self.device}"
+
+    def proxy(self, requires_grad: bool) -> TensorProxy:
+        """A new proxy with this metadata."""
+        return TensorProxy(
+            shape=self.shape,
+            device=to_device(self.device),
+            dtype=dtypes.to_dtype(self.dtype),
+            requires_grad=requires_grad,
+        )
+
+
+@attrs.define(eq=False)
+class Expected:
+    """What an opaque call returns.
+
+    Attributes:
+        structure: the output with a slot for each tensor.
+        tensors: the metadata of each tensor.
+        differentiable: for each tensor whether it requires grad.
+        changed: the indices of arguments that are changed in place.
+        dirty_outputs: from the place of an output to the index of the changed argument that it is.
+        gradients: the indices of arguments that get a gradient.
+    """
+
+    structure: Any
+    tensors: list[TensorMetadata]
+    differentiable: list[bool]
+    changed: list[int]
+    dirty_outputs: dict[int, int]
+    gradients: list[int]
+
+
+@attrs.define(eq=False)
+class OpaqueCall:
+    """The operator of one opaque call.
+
+    Attributes:
+        description: the call, for messages.
+        callee: what PyTorch runs.
+        arguments: positional and keyword arguments, with a slot for each proxy.
+        needs: for each slot whether it requires grad.
+        grad_mode: whether grad mode is on around the call.
+        autocasts: the autocast regions around the call.
+        expected: what it returns.
+    """
+
+    description: str
+    callee: Callable[..., Any]
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    needs: tuple[bool, ...]
+    grad_mode: bool
+    autocasts: tuple[Autocast, ...]
+    expected: Expected | None = None
+
+    def run(self, values: Sequence[Any], copied: Sequence[int] = ()) -> EagerResult:
+        """Call the callee with values in the places of the slots."""
+        return run_eagerly(
+            self.callee,
+            self.arguments,
+            values,
+            self.needs,
+            grad_mode=self.grad_mode,
+            autocasts=self.autocasts,
+            copied=copied,
+        )
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether a gradient can be asked for."""
+        assert self.expected is not None
+        return any(self.expected.differentiable)
+
+    def forward(self, *values: Any) -> tuple[Any, ...]:
+        """What the operator does at run time."""
+        assert self.expected is not None
+        result = self.run(values, self.expected.changed)
+        tensors, structure = split_tensors(result.output)
+        self._check(tensors, structure, result)
+        outputs = [*tensors, *(result.changed[i] for i in self.expected.changed)]
+        return (*outputs, result.state) if self.has_backward else tuple(outputs)
+
+    def backward(self, state: EagerState | None, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """What the backward operator does at run time."""
+        assert self.expected is not None
+        if state is None:
+            raise MetaError(f"{self.description} returned no tensor that requires grad, although its metadata said so")
+        found = state.backward(gradients)
+        return tuple(found.get(i) for i in self.expected.gradients)
+
+    def _check(self, tensors: list[torch.Tensor], structure: Any, result: EagerResult) -> None:
+        """Compare what the call returned with its metadata.
+
+        Raises:
+            MetaError: if they differ.
+        """
+        assert self.expected is not None
+        got = [TensorMetadata.of(t) for t in tensors]
+        if got != self.expected.tensors or not _same_structure(structure, self.expected.structure):
+            expected = fill(self.expected.structure, [str(t) for t in self.expected.tensors])
+            raise MetaError(
+                f"{self.description} returned {fill(structure, [str(t) for t in got])!r}; its metadata, with which the "
+                f"program was compiled, is {expected!r}. If the result depends on the values of tensors "
+                "(data-dependent), leave the call outside the compiled program; otherwise correct its meta function."
+            )
+        if sorted(result.changed) != self.expected.changed:
+            raise MetaError(
+                f"{self.description} changed other arguments in place than when its metadata was found: "
+                f"{sorted(result.changed)}, expected {self.expected.changed}"
+            )
+        if self.has_backward and result.state is not None and result.differentiable != self.expected.differentiable:
+            raise MetaError(
+                f"{self.description} returned tensors of which {result.differentiable} require grad; "
+                f"its metadata says {self.expected.differentiable}"
+            )
+
+
+def _same_structure(a: Any, b: Any) -> bool:
+    """Whether two outputs are the same but for their tensors."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(_same_structure(a[k], b[k]) for k in a)
+    if isinstance(a, tuple | list):
+        return len(a) == len(b) and all(map(_same_structure, a, b))
+    if isinstance(a, _PLAIN) or isinstance(a, Slot):
+        return bool(a == b or (a != a and b != b))
+    if attrs.has(type(a)) or hasattr(type(a), "__dataclass_fields__"):
+        return _same_structure(dict(vars(a)), dict(vars(b))) if hasattr(a, "__dict__") else bool(a == b)
+    return a is b
+
+
+def opaque_call(invocation: Invocation, pending: BaseException | None) -> Any:
+    """Record a call as one operator.
+
+    Args:
+        invocation: the call.
+        pending: why it could not be traced, if that was tried.
+
+    Returns:
+        The wrapped result of the call.
+
+    Raises:
+        Raised: with the user's own exception, if the call raises it in eager PyTorch too.
+        MetaError: if its metadata cannot be found.
+    """
+    jit = get_jit_ctx()
+    trace = jit.computation_trace
+    operator, slots = _operator(invocation)
+    operator.expected = expected = _find_metadata(invocation, operator, slots, pending)
+    name = symbol_name(trace, invocation.call.name if invocation.call.function is not None else invocation.rule.name)
+
+    def meta(*_: Any) -> tuple[Any, ...]:
+        outputs: list[Any] = [t.proxy(d) for t, d in zip(expected.tensors, expected.differentiable, strict=True)]
+        outputs += [TensorProxy(like=slots[i], requires_grad=False) for i in expected.changed]
+        return (*outputs, AnyProxy(None, prefix="state")) if operator.has_backward else tuple(outputs)
+
+    symbol = make_symbol(jit.ad_hoc_executor, name, meta, operator.forward, is_prim=True, keep=True)
+    transform = _gradient_transform(jit.ad_hoc_executor, symbol, name, operator) if operator.has_backward else None
+    jit.ad_hoc_executor._implmap[symbol.id] = ImplInfo(symbol=symbol, grad_transform=transform)
+    with tracectx(trace):
+        results = symbol(*slots)
+    for tensor, differentiable in zip(results, expected.differentiable, strict=False):
+        gradflow.set_requires_grad(trace, tensor, differentiable)
+    returned = fill(expected.structure, _write_back(invocation, slots, expected, list(results)))
+    return wrap_result(returned, invocation.owner, *invocation.args)
+
+
+def fall_back(invocation: Invocation, error: BaseException, memory: Any) -> Any:
+    """Make a call opaque that could not be traced, or raise what it raises in eager PyTorch too.
+
+    Args:
+        invocation: the call.
+        error: why it could not be traced.
+        memory: where it is kept that what is called cannot be traced.
+
+    Raises:
+        Raised: with the user's own exception.
+        UntraceableError: if the rule does not allow a call to be opaque.
+    """
+    rule, call = invocation.rule, invocation.call
+    reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300] if str(error).strip() else ''}"
+    if rule.mode == "trace":
+        operator, slots = _operator(invocation)
+        _find_metadata(invocation, operator, slots, error)
+        raise UntraceableError(
+            f"{call} cannot be traced: {reason}\nThe rule {rule.name} (declared at {rule.declared_at}) has "
+            'mode="trace"; mode="auto" lets the call run as one opaque operator.'
+        ) from error
+    result = opaque_call(invocation, error)
+    subject = call.function or rule
+    if subject not in memory:
+        memory[subject] = reason
+        warnings.warn(
+            f"{call} cannot be traced and runs as one opaque operator: {reason}", OpaqueFallbackWarning, stacklevel=2
+        )
+    return result
+
+
+def _operator(invocation: Invocation) -> tuple[OpaqueCall, list[Proxy]]:
+    """The operator of a call, its metadata still to be found, and the proxies that are its arguments."""
+    rule, call = invocation.rule, invocation.call
+    slots: list[Proxy] = []
+    places: dict[str, Slot] = {}
+
+    def place(value: Any) -> Any:
+        if not isinstance(value, Proxy):
+            _refuse_hidden_proxies(invocation, value)
+            return value
+        if value.name not in places:
+            places[value.name] = Slot(len(slots))
+            slots.append(value)
+        return places[value.name]
+
+    arguments = map_leaves(place, (call.args, call.kwargs))
+    trace = get_jit_ctx().computation_trace
+    if rule.opaque_callee:
+        callee = call.callable
+    elif rule.backward_provider is None:
+        assert rule.forward is not None
+        callee = rule.forward
+    else:
+        callee = provider_callee(rule)
+    if rule.pass_call and not rule.opaque_callee:
+        inner = callee
+        callee = lambda *a, **k: inner(call, *a, **k)  # noqa: E731
+    autocasts = tuple(
+        Autocast(device, _torch_dtype(dtype), bool(enabled))
+        for device, dtype, enabled in get_compile_data().autocast_stack.stack
+    )
+    needs = tuple(gradflow.requires_grad(trace, p) for p in slots)
+    return OpaqueCall(str(call), callee, arguments, needs, invocation.grad_mode, autocasts), slots
+
+
+def _torch_dtype(dtype: Any) -> torch.dtype:
+    return dtype if isinstance(dtype, torch.dtype) else dtypes.to_torch_dtype(dtype)  # type: ignore[no-any-return]
+
+
+def _refuse_hidden_proxies(invocation: Invocation, value: Any) -> None:
+    """An operator gets real tensors for the proxies that it is given; it cannot for those that an object hides."""
+    for part in (getattr(value, "__dict__", None), getattr(value, "__self__", None)):
+        held = part if isinstance(part, dict) else {"__self__": part}
+        for name, item in held.items():
+            if isinstance(item, Proxy):
+                raise MetaError(
+                    f"{invocation.call} cannot run as one opaque operator: its argument {type(value).__name__} holds a "
+                    f"tensor in the attribute {name!r}; pass the tensor as an argument of its own"
+                )
+    for cell in getattr(value, "__closure__", None) or ():
+        if isinstance(_contents(cell), Proxy):
+            raise MetaError(
+                f"{invocation.call} cannot run as one opaque operator: {getattr(value, '__qualname__', value)} closes "
+                "over a tensor of the program; pass the tensor as an argument"
+            )
+
+
+def _contents(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+def _gradient_transform(executor: Any, symbol: Any, name: str, operator: OpaqueCall) -> Callable[..., Any]:
+    expected = operator.expected
+    assert expected is not None
+
+    def transform(*args: Any) -> Any:
+        results = symbol(*args)
+        *outputs, state = results
+        gradients = [
+            prims.get_grad(o) for o, d in zip(outputs[: len(expected.tensors)], expected.differentiable, strict=True) if d
+        ]
+
+        def meta(*_: Any) -> tuple[TensorProxy, ...]:
+            return tuple(TensorProxy(like=args[i], requires_grad=False) for i in expected.gradients)
+
+        backward = make_symbol(executor, f"{name}_backward", meta, operator.backward, is_prim=True)
+        backward_results = backward(state, *gradients)
+        for index, gradient in zip(expected.gradients, backward_results, strict=True):
+            prims.put_grad(args[index], gradient)
+        return results
+
+    return transform
+
+
+def _write_back(invocation: Invocation, slots: list[Proxy], expected: Expected, results: list[Any]) -> list[Any]:
+    """Write what the call changed in place into its arguments, as an operation that thunder knows."""
+    import thunder.torch as ltorch
+
+    count = len(expected.tensors)
+    returned = results[:count]
+    with tracectx(get_jit_ctx().computation_trace):
+        for index, new in zip(expected.changed, results[count : count + len(expected.changed)], strict=True):
+            same = [i for i in range(count) if expected.dirty_outputs.get(i) == index]
+            source = returned[same[0]] if same else new
+            written = ltorch.copy_(slots[index], source)
+            for i in same:
+                returned[i] = written
+    return returned
+
+
+def _find_metadata(
+    invocation: Invocation, operator: OpaqueCall, slots: list[Proxy], pending: BaseException | None
+) -> Expected:
+    """Run the call on tensors without data; where that fails, on example values."""
+    provider = invocation.rule.meta_provider
+    if provider is not None:
+        return _from_meta_function(invocation, operator, slots, provider)
+    with _no_side_effects():
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                return _probe(operator, [_example(p, None) for p in slots])
+        except DynamicOutputShapeException as error:
+            raise MetaError(
+                f"{invocation.call}: the shape of its result is data-dependent ({error}); thunder needs it before the "
+                "program runs. Declare a meta function with a bound, or leave the call outside the compiled program."
+            ) from error
+        except Exception as error:
+            without_data = error
+        if _is_same(without_data, pending):
+            raise Raised(without_data, interpreted=False)
+        try:
+            first = _probe(operator, [_example(p, 0) for p in slots])
+            second = _probe(operator, [_example(p, 1) for p in slots])
+        except Exception as error:
+            if _is_same(error, pending) or _is_same(error, without_data):
+                raise Raised(error, interpreted=False) from None
+            raise MetaError(
+                f"the metadata of {invocation.call} is not known: on tensors without data it raised "
+                f"{type(without_data).__name__}: {without_data}; on example values {type(error).__name__}: {error}. "
+                "Declare a meta function for it: rule = hookkit.rule(target, mode='opaque'), then @rule.meta."
+            ) from error
+    if first.tensors != second.tensors or not _same_structure(first.structure, second.structure):
+        raise MetaError(
+            f"{invocation.call}: its result is data-dependent: {first.tensors} for one set of values, {second.tensors} "
+            "for another; leave the call outside the compiled program, or declare a meta function with a bound"
+        )
+    warnings.warn(
+        f"the metadata of {invocation.call} was found by running it on example values, because without data it raised "
+        f"{type(without_data).__name__}; declare a meta function to avoid that: rule = hookkit.rule(target, "
+        "mode='opaque'), then @rule.meta",
+        MetaWarning,
+        stacklevel=2,
+    )
+    return first
+
+
+def _is_same(error: BaseException, other: BaseException | None) -> bool:
+    """Whether two runs of a program failed in one way: the failure is then the program's own."""
+    return other is not None and type(error) is type(other) and str(error) == str(other)
+
+
+def _probe(operator: OpaqueCall, values: list[Any]) -> Expected:
+    """Run a call and its backward, and see what comes out."""
+    result = operator.run(values)
+    tensors, structure = split_tensors(result.output)
+    for leaf in leaves(structure):
+        if not isinstance(leaf, (*_PLAIN, Slot)) and not callable(leaf) and not hasattr(leaf, "__module__"):
+            raise MetaError(f"{operator.description} returned {type(leaf).__name__}, which is not known before it runs")
+    return Expected(
+        structure=structure,
+        tensors=[TensorMetadata.of(t) for t in tensors],
+        differentiable=list(result.differentiable),
+        changed=sorted(result.changed),
+        dirty_outputs=result.dirty_outputs,
+        gradients=_probe_gradients(operator, result, tensors),
+    )
+
+
+def _probe_gradients(operator: OpaqueCall, result: EagerResult, tensors: list[torch.Tensor]) -> list[int]:
+    """The arguments that get a gradient; all that need one, if the backward does not run on these tensors."""
+    if result.state is None:
+        return []
+    gradients = [torch.ones_like(t) for t, d in zip(tensors, result.differentiable, strict=True) if d]
+    wanted = [i for i, n in enumerate(operator.needs) if n]
+    try:
+        with torch.no_grad():
+            found = result.state.backward(gradients)
+    except Exception:
+        return wanted  # what is wrong with the backward is said when it runs, as in eager
+    return [i for i in wanted if found.get(i) is not None]
+
+
+def _from_meta_function(
+    invocation: Invocation, operator: OpaqueCall, slots: list[Proxy], provider: Callable[..., Any]
+) -> Expected:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        args, kwargs = fill(operator.arguments, [_example(p, None) for p in slots])
+        leading = (invocation.call,) if invocation.rule.pass_call else ()
+        output = provider(*leading, *args, **kwargs)
+        marked: set[int] = set()
+        if isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], Residuals):
+            output, residuals = output
+            marked = {id(t) for t in residuals._marks.non_differentiable}
+        tensors, structure = split_tensors(output)
+    needed = operator.grad_mode and any(operator.needs)
+    return Expected(
+        structure=structure,
+        tensors=[TensorMetadata.of(t) for t in tensors],
+        differentiable=[needed and is_differentiable_dtype(t) and id(t) not in marked for t in tensors],
+        changed=[],
+        dirty_outputs={},
+        gradients=[i for i, n in enumerate(operator.needs) if n],
+    )
+
+
+def _example(proxy: Proxy, seed: int | None) -> Any:
+    """A value with a proxy's metadata: without data, or with values inside the usual domains."""
+    if isinstance(proxy, NumberProxy):
+        return proxy.value
+    if isinstance(proxy, AnyProxy):
+        return proxy._o
+    if not isinstance(proxy, TensorProxy):
+        raise MetaError(f"a value of the kind {type(proxy).__name__} cannot be given to an opaque call")
+    shape = tuple(int(n) for n in proxy.shape)
+    dtype, device = dtypes.to_torch_dtype(proxy.dtype), to_torch_device(proxy.device)
+    if seed is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    generator = torch.Generator().manual_seed(seed)
+    if dtype.is_floating_point or dtype.is_complex:
+        values = torch.rand(shape, generator=generator, dtype=torch.float64) * 0.5 + 0.25
+        return values.to(dtype=dtype, device=device)
+    if dtype is torch.bool:
+        return (torch.rand(shape, generator=generator) < 0.5).to(device)
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+@contextlib.contextmanager
+def _no_side_effects() -> Iterator[None]:
+    """Leave the random generators as they are."""
+    state = random.getstate()
+    try:
+        import numpy
+    except ImportError:
+        numpy = None  # type: ignore[assignment]
+    numpy_state = numpy.random.get_state() if numpy is not None else None
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)

@@ -1,0 +1,190 @@
+"""Composite symbols: a traced call as one bound symbol, its operations beneath it, and its gradient.
+
+The forward's and the backward's operations were recorded by running the providers in the interpreter. Here they
+become one symbol, and a gradient transform that puts the backward's operations where thunder differentiates.
+"""
+
+from __future__ import annotations
+
+import itertools
+import keyword
+import re
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import thunder
+from thunder.core import prims
+from thunder.core.proxies import Proxy, TensorProxy, variableify
+from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.core.trace import TraceCtx, get_tracectx, tracectx
+from thunder.extend import ImplInfo
+
+from hookkit.engine import gradflow
+
+__all__ = ["Composite", "bind", "make_symbol", "symbol_name"]
+
+_serials = itertools.count(1)
+_names: weakref.WeakKeyDictionary[TraceCtx, set[str]] = weakref.WeakKeyDictionary()
+_RESERVED = {"torch", "thunder", "ltorch", "prims", "clang", "len", "tuple", "list", "dict"}
+
+
+def symbol_name(trace: TraceCtx, wanted: str) -> str:
+    """A name for a symbol: a Python identifier that nothing else in the trace has, the same in every compilation."""
+    base = re.sub(r"\W", "_", wanted) or "call"
+    if base[0].isdigit() or keyword.iskeyword(base) or base in _RESERVED:
+        base = f"_{base}"
+    taken = _names.setdefault(trace, set())
+    name, count = base, 0
+    while name in taken or trace.has_name(name):
+        count += 1
+        name = f"{base}_{count}"
+    taken.add(name)
+    trace.add_name(name)
+    return name
+
+
+def make_symbol(
+    executor: Any,
+    name: str,
+    meta: Callable[..., Any],
+    function: Callable[..., Any],
+    *,
+    is_prim: bool,
+    keep: bool = False,
+) -> Symbol:
+    """A symbol that prints under its name and, in the printed program, calls a function.
+
+    Args:
+        executor: the executor to which it belongs; None for one that is only executed through its subsymbols.
+        name: see :func:`symbol_name`.
+        meta: takes and returns proxies.
+        function: what the name stands for in the compiled program.
+        is_prim: whether it is one operator, without operations beneath it.
+        keep: whether it is executed even if its result is not used.
+    """
+
+    def postprocess(bsym: BoundSymbol) -> None:
+        bsym._call_ctx = {name: function}
+
+    return Symbol(
+        name=name,
+        id=f"hookkit.{name}.{next(_serials)}",
+        meta=meta,
+        is_prim=is_prim,
+        executor=executor,
+        tags=(prims.OpTags.DONT_DCE,) if keep else None,
+        _bind_postprocess=postprocess,
+    )
+
+
+@attrs.define(eq=False)
+class Composite:
+    """A traced call: what goes in, what comes out, and the recorded operations between.
+
+    Attributes:
+        name: the symbol's name.
+        inputs: proxies from outside, each once: tensors that get a gradient first.
+        outputs: proxies that the call returns, each once; none of them is an input.
+        forward: the bound symbols that make the outputs and the residuals.
+        output_gradients: for each output the proxy that stands for its gradient in ``backward``, or None.
+        backward: the bound symbols that make the input gradients, or None if thunder differentiates ``forward``.
+        input_gradients: for each input its gradient, a proxy of ``backward``, or None.
+    """
+
+    name: str
+    inputs: tuple[Proxy, ...]
+    outputs: tuple[Proxy, ...]
+    forward: Sequence[BoundSymbol]
+    output_gradients: tuple[TensorProxy | None, ...] = ()
+    backward: Sequence[BoundSymbol] | None = None
+    input_gradients: tuple[Proxy | None, ...] = ()
+    _used: bool = False
+
+    def __call__(self, *args: Any) -> Any:
+        """Record the operations anew in the active trace, or execute them on real tensors."""
+        if get_tracectx() is None:
+            return self._compiled()(*args)
+        self._used = True
+        return self._replay(args)[0]
+
+    def gradient_transform(self, *args: Any) -> Any:
+        """Record the forward, and what computes the gradients of the inputs from those of the outputs."""
+        outputs, env = self._replay(args)
+        by_name = dict(zip((o.name for o in self.outputs), outputs, strict=True))
+        for output, gradient in zip(self.outputs, self.output_gradients, strict=True):
+            if gradient is not None:
+                env[variableify(gradient)] = prims.get_grad(by_name[output.name])
+        assert self.backward is not None
+        _record(self.backward, env, fresh=self._used)
+        self._used = True
+        for given, gradient in zip(args, self.input_gradients, strict=True):
+            if gradient is not None:
+                prims.put_grad(given, _swapped(env, gradient))
+        return outputs
+
+    def _replay(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[Any, Any]]:
+        env = {variableify(i): a for i, a in zip(self.inputs, args, strict=True) if a is not i}
+        _record(self.forward, env, fresh=self._used)
+        return tuple(_swapped(env, o) for o in self.outputs), env
+
+    def _compiled(self) -> Callable[..., Any]:
+        return thunder.jit(lambda *args: self(*args))  # type: ignore[no-any-return]
+
+
+def bind(trace: TraceCtx, executor: Any, composite: Composite) -> None:
+    """Record a composite as one bound symbol in the trace, and register its gradient with the executor."""
+    symbol = make_symbol(None, composite.name, composite, composite, is_prim=False)
+    if composite.backward is not None:
+        executor._implmap[symbol.id] = ImplInfo(
+            symbol=symbol, execution_transform=composite, grad_transform=composite.gradient_transform
+        )
+    with tracectx(trace):
+        bsym = BoundSymbol(
+            symbol,
+            args=composite.inputs,
+            kwargs={},
+            output=composite.outputs,
+            subsymbols=list(composite.forward),
+            source_filename=trace._current_source_filename,
+            source_positions=trace._current_source_positions,
+        )
+        symbol._bind_postprocess(bsym)
+    scope = trace.peek_scope()
+    assert scope is not None
+    scope.append(bsym)
+    for output in composite.outputs:
+        if isinstance(output, TensorProxy):
+            gradflow.set_requires_grad(trace, output, output.requires_grad)
+
+
+def _swapped(env: dict[Any, Any], proxy: Any) -> Any:
+    return env.get(variableify(proxy), proxy) if isinstance(proxy, Proxy) else proxy
+
+
+def _record(bsyms: Sequence[BoundSymbol], env: dict[Any, Any], *, fresh: bool) -> None:
+    """Append bound symbols to the active trace with other inputs and, if ``fresh``, with new names for results."""
+    trace = get_tracectx()
+    assert trace is not None
+    scope = trace.peek_scope()
+    assert scope is not None
+    for bsym in bsyms:
+        if fresh:
+            _rename(bsym, env)
+        scope.append(bsym.from_bsym_swap_proxies(env) if env else bsym.from_bsym())
+
+
+def _rename(bsym: BoundSymbol, env: dict[Any, Any]) -> None:
+    given = {a.name for a in bsym.flat_proxy_args}
+    for out in bsym.flat_proxy_outs:
+        if out.name not in given and variableify(out) not in env:
+            env[variableify(out)] = _like(out)
+    for sub in bsym.subsymbols:
+        _rename(sub, env)
+
+
+def _like(proxy: Proxy) -> Proxy:
+    if isinstance(proxy, TensorProxy):
+        return TensorProxy(like=proxy)
+    return proxy.replace_name(None)

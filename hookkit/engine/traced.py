@@ -1,0 +1,381 @@
+"""A traced call: run the providers in the interpreter, check what they return, and record one composite symbol."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import thunder.torch as ltorch
+from thunder import clang
+from thunder.core import prims
+from thunder.core.interpreter import ProvenanceRecord, PseudoInst, unwrap, wrap, wrap_const
+from thunder.core.jit_ext import get_jit_ctx
+from thunder.core.proxies import Proxy, ProxyTag, TensorProxy, variableify
+from thunder.core.trace import tracectx
+
+from hookkit.call import Call
+from hookkit.engine import gradflow
+from hookkit.engine.arguments import Bound
+from hookkit.engine.functionalise import functionalise
+from hookkit.engine.symbols import Composite, bind, symbol_name
+from hookkit.engine.tracing import Attempt
+from hookkit.engine.values import (
+    broadcasts_to,
+    is_container,
+    is_differentiable_dtype,
+    leaves,
+    map_leaves,
+    tensors_in,
+    wrap_result,
+)
+from hookkit.errors import GradientError, UntraceableError
+from hookkit.residuals import Residuals
+from hookkit.rule import Rule
+
+__all__ = ["Invocation", "trace_call"]
+
+
+@attrs.define(eq=False)
+class Invocation:
+    """A call that a rule takes over, with the interpreter's wrapped values.
+
+    Attributes:
+        rule: the rule.
+        call: the call, with plain values.
+        bound: the call's arguments by name.
+        owner: the wrapped Function class whose ``apply`` is called, or None.
+        args: wrapped positional arguments.
+        kwargs: wrapped keyword arguments.
+        grad_mode: whether grad mode is on around the call.
+    """
+
+    rule: Rule
+    call: Call
+    bound: Bound
+    owner: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    grad_mode: bool
+
+    def provider_arguments(self) -> tuple[Any, ...]:
+        """The wrapped arguments of the forward provider, the call before them if the rule wants it."""
+        return (self.wrapped_call(), *self.args) if self.rule.pass_call else self.args
+
+    def wrapped_call(self) -> Any:
+        """The call as an interpreter value; its ``function`` keeps the provenance that it has in the program."""
+        wrapped = wrap(self.call, provenance=ProvenanceRecord(PseudoInst.NEW, inputs=[wrap_const(Call).provenance]))
+        if self.owner is not None:
+            wrapped.attribute_wrappers["function"] = self.owner
+        for name, value in (("args", self.args),):
+            for item, wrapped_item in zip(getattr(self.call, name), value, strict=True):
+                assert item is unwrap(wrapped_item)
+        return wrapped
+
+    def differentiable_inputs(self) -> list[TensorProxy]:
+        """The tensors of the call that need a gradient."""
+        trace = get_jit_ctx().computation_trace
+        tree = self.call.args if self.rule.track == "positional" else (self.call.args, self.call.kwargs)
+        found = [a for a in tree if isinstance(a, Proxy)] if self.rule.track == "positional" else tensors_in(tree)
+        unique = {p.name: p for p in found if isinstance(p, TensorProxy)}
+        return [p for p in unique.values() if gradflow.requires_grad(trace, p)]
+
+
+def trace_call(invocation: Invocation) -> Any:
+    """Trace a call's forward and, where a gradient can be asked for, its backward.
+
+    Returns:
+        The wrapped result of the call.
+
+    Raises:
+        Raised: if a provider, or thunder while it interprets one, raises.
+        UntraceableError: if what was recorded cannot be made one symbol.
+        GradientError: if the backward provider's gradients do not fit.
+    """
+    rule = invocation.rule
+    jit = get_jit_ctx()
+    trace = jit.computation_trace
+    differentiate = rule.backward_provider is not None
+    inner_mode = invocation.grad_mode and not differentiate
+    with Attempt(grad_mode=inner_mode) as outer:
+        with Attempt(grad_mode=inner_mode) as forward:
+            wrapped = forward.run(rule.forward, *invocation.provider_arguments(), **invocation.kwargs)
+        output, wrapped_residuals = _split(invocation, wrapped)
+        residuals = unwrap(wrapped_residuals) if wrapped_residuals is not None else Residuals({})
+        if residuals._marks.dirty:
+            raise UntraceableError("the forward changes an argument in place")
+        if differentiate:
+            result = _with_backward(invocation, output, residuals, wrapped_residuals, forward)
+        else:
+            result = _without_backward(invocation, output, forward)
+    composite, returned = result
+    if composite is not None:
+        bind(trace, jit.ad_hoc_executor, composite)
+    else:
+        scope = trace.peek_scope()
+        scope.extend(outer.bound_symbols)
+    return wrap_result(returned, invocation.owner, *invocation.args)
+
+
+def _split(invocation: Invocation, wrapped: Any) -> tuple[Any, Any]:
+    """The plain output, and the wrapped residuals or None."""
+    value = unwrap(wrapped)
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Residuals):
+        wrapped.track_items()
+        return value[0], wrapped.item_wrappers[1]
+    if isinstance(value, Residuals):
+        raise GradientError(
+            f"the forward provider of the rule {invocation.rule.name} returned residuals without an output; "
+            "return output, hookkit.save(...)"
+        )
+    return value, None
+
+
+def _without_backward(invocation: Invocation, output: Any, forward: Attempt) -> tuple[Composite | None, Any]:
+    """A composite that thunder differentiates by differentiating its operations."""
+    trace = get_jit_ctx().computation_trace
+    produced = {o.name for b in forward.bound_symbols for o in b.flat_proxy_outs}
+    with tracectx(trace):
+        trace.push_scope(forward.bound_symbols)
+        try:
+            output = map_leaves(
+                lambda p: prims.shallow_copy(p) if isinstance(p, TensorProxy) and p.name not in produced else p, output
+            )
+        finally:
+            trace.pop_scope()
+    outputs = tuple({p.name: p for p in leaves(output) if isinstance(p, Proxy)}.values())
+    for tensor in outputs:
+        if isinstance(tensor, TensorProxy):
+            any_input = any(gradflow.requires_grad(trace, i) for i in _free(forward.bound_symbols))
+            gradflow.set_requires_grad(trace, tensor, any_input and invocation.grad_mode)
+    composite = Composite(
+        name=symbol_name(trace, invocation.rule.name),
+        inputs=tuple(_free(forward.bound_symbols)),
+        outputs=outputs,
+        forward=forward.bound_symbols,
+    )
+    return composite, output
+
+
+def _with_backward(
+    invocation: Invocation, output: Any, residuals: Residuals, wrapped_residuals: Any, forward: Attempt
+) -> tuple[Composite, Any]:
+    """A composite with the gradient that the backward provider gives."""
+    trace = get_jit_ctx().computation_trace
+    rule = invocation.rule
+    inputs = invocation.differentiable_inputs() if invocation.grad_mode else []
+    forward_symbols, last_values = functionalise(trace, forward.bound_symbols)
+    forward_symbols = list(forward_symbols)
+    outputs, returned = _own_outputs(invocation, output, residuals, bool(inputs), forward_symbols, last_values)
+    composite = Composite(
+        name=symbol_name(trace, rule.name if invocation.call.function is None else invocation.call.name),
+        inputs=(),
+        outputs=tuple(outputs),
+        forward=forward_symbols,
+    )
+    differentiable = [o for o in outputs if isinstance(o, TensorProxy) and o.requires_grad]
+    backward_symbols: list[Any] = []
+    gradients: dict[str, Proxy] = {}
+    if inputs and differentiable:
+        arguments, composite.output_gradients = _output_gradients(invocation, outputs, returned, residuals)
+        residuals.__dict__["needs"] = invocation.bound.needs(inputs)
+        backward_symbols, gradients = _run_backward(invocation, wrapped_residuals, arguments, inputs)
+        swap = {**last_values, **_own(output, returned)}
+        backward_symbols = [b.from_bsym_swap_proxies(swap, skip_output=True) for b in backward_symbols]
+        gradients = {n: swap.get(variableify(g), g) for n, g in gradients.items()}
+        composite.backward = backward_symbols
+    known = {g.name for g in composite.output_gradients if g is not None}
+    names = {p.name for p in (*outputs,)}
+    produced = {o.name for b in forward_symbols for o in b.flat_proxy_outs}
+    free = _free([*forward_symbols, *backward_symbols], known=known)
+    extra = [g for g in gradients.values() if g.name in produced or g.name in names]
+    assert all(isinstance(g, Proxy) for g in extra)
+    free += [g for g in gradients.values() if _is_outside(g, [*forward_symbols, *backward_symbols], known)]
+    with_gradient = [i for i in inputs if i.name in gradients]
+    composite.inputs = tuple({p.name: p for p in (*with_gradient, *free)}.values())
+    composite.input_gradients = tuple(gradients.get(p.name) for p in composite.inputs)
+    if composite.backward is None:
+        composite.output_gradients = tuple(None for _ in outputs)
+    return composite, returned
+
+
+def _own_outputs(
+    invocation: Invocation,
+    output: Any,
+    residuals: Residuals,
+    any_needed: bool,
+    forward: list[Any],
+    last_values: dict[Any, Proxy],
+) -> tuple[list[Proxy], Any]:
+    """Give every returned tensor a proxy of its own, made by the forward; say which of them require grad.
+
+    The forward ran with grad mode off, which tags its results as detached; the call's outputs are not.
+    """
+    trace = get_jit_ctx().computation_trace
+    marked = {p.name for p in leaves(residuals._marks.non_differentiable) if isinstance(p, Proxy)}
+    top = {id(o) for o in (output if type(output) is tuple else (output,))}
+    tree = invocation.rule.track == "tree"
+    produced = {o.name for b in forward for o in b.flat_proxy_outs}
+    swap: dict[Any, Proxy] = {}
+    outputs: list[Proxy] = []
+    seen: set[str] = set()
+
+    def own(value: Any) -> Any:
+        if not isinstance(value, TensorProxy):
+            return value
+        tracked = (tree or id(value) in top) and value.name not in marked and is_differentiable_dtype(value)
+        requires = bool(any_needed and tracked)
+        outside = value.name not in produced
+        if outside and not (tree or id(value) in top):
+            return value  # a tensor from outside, handed on in a container that is not looked into
+        source = last_values.get(variableify(value), value)
+        with tracectx(trace):
+            mine = TensorProxy(like=value, requires_grad=requires, tags=set())
+            mine.tags.discard(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
+            if outside or source.name in seen or source is not value:
+                forward.append(prims.shallow_copy.bind(source, output=mine))
+            else:
+                swap[variableify(value)] = mine
+        seen.add(source.name)
+        outputs.append(mine)
+        return mine
+
+    returned = map_leaves(own, output)
+    if swap:
+        forward[:] = [b.from_bsym_swap_proxies(swap) for b in forward]
+    if not invocation.grad_mode:
+        for mine in outputs:
+            mine.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
+    return outputs, returned
+
+
+def _own(output: Any, returned: Any) -> dict[Any, Proxy]:
+    """From what the forward called an output to what the composite calls it."""
+    swap: dict[Any, Proxy] = {}
+    for old, new in zip(leaves(output), leaves(returned), strict=True):
+        if isinstance(old, Proxy) and old is not new:
+            swap.setdefault(variableify(old), new)
+    return swap
+
+
+def _output_gradients(
+    invocation: Invocation, outputs: list[Proxy], returned: Any, residuals: Residuals
+) -> tuple[list[Any], tuple[TensorProxy | None, ...]]:
+    """The backward provider's arguments for the outputs, and for each output the proxy of its gradient."""
+    trace = get_jit_ctx().computation_trace
+    materialize = residuals._marks.materialize_grads
+    if not materialize and sum(getattr(o, "requires_grad", False) for o in outputs) > 1:
+        raise UntraceableError("materialize_grads is off: which gradients are None is known at run time only")
+    by_name: dict[str, TensorProxy] = {}
+    with tracectx(trace):
+        for output in outputs:
+            if isinstance(output, TensorProxy) and output.requires_grad:
+                by_name[output.name] = TensorProxy(like=output, requires_grad=False, prefix="grad")
+
+    def gradient(value: Any) -> Any:
+        if not isinstance(value, TensorProxy):
+            return None
+        if value.name in by_name:
+            return by_name[value.name]
+        return _Zeros(value) if materialize else None
+
+    items = returned if type(returned) is tuple else (returned,)
+    if invocation.rule.track == "positional":
+        arguments = [None if is_container(item) else gradient(item) for item in items]
+    else:
+        arguments = [map_leaves(gradient, item) if is_container(item) else gradient(item) for item in items]
+    return arguments, tuple(by_name.get(o.name) for o in outputs)
+
+
+@attrs.frozen
+class _Zeros:
+    """The gradient of an output that does not require grad: zeros in its metadata, made where the backward is."""
+
+    like: TensorProxy
+
+    def make(self) -> TensorProxy:
+        return clang.full(self.like.shape, 0, device=self.like.device, dtype=self.like.dtype)  # type: ignore[no-any-return]
+
+
+def _run_backward(
+    invocation: Invocation, wrapped_residuals: Any, arguments: list[Any], inputs: Sequence[TensorProxy]
+) -> tuple[list[Any], dict[str, Proxy]]:
+    """The backward's operations, and the gradient of each input by the input's name."""
+    trace = get_jit_ctx().computation_trace
+    rule = invocation.rule
+    origin = ProvenanceRecord(PseudoInst.NEW, inputs=[wrap_const(Residuals).provenance])
+    if wrapped_residuals is None:
+        wrapped_residuals = wrap(Residuals({}), provenance=origin)
+    with Attempt(grad_mode=False, autocast=False) as backward:
+        with tracectx(trace):
+            made = map_leaves(lambda a: a.make() if isinstance(a, _Zeros) else a, arguments)
+        wrapped_arguments = [wrap(a, provenance=origin) for a in made]
+        leading = (invocation.wrapped_call(),) if rule.pass_call else ()
+        result = unwrap(backward.run(rule.backward_provider, *leading, wrapped_residuals, *wrapped_arguments))
+        pairs = invocation.bound.pair_gradients(rule, result)
+        with tracectx(trace):
+            gradients = _accumulate(invocation, pairs, {i.name for i in inputs})
+    symbols, last_values = functionalise(trace, backward.bound_symbols)
+    return list(symbols), {n: last_values.get(variableify(g), g) for n, g in gradients.items()}
+
+
+def _accumulate(
+    invocation: Invocation, pairs: list[tuple[str, TensorProxy, Any]], wanted: set[str]
+) -> dict[str, Proxy]:
+    """Fit each gradient to its input as autograd does, and add those of a tensor that was given more than once."""
+    gradients: dict[str, Proxy] = {}
+    for label, tensor, gradient in pairs:
+        if gradient is None or tensor.name not in wanted:
+            continue
+        fitted = _fit(invocation, label, tensor, gradient)
+        present = gradients.get(tensor.name)
+        gradients[tensor.name] = fitted if present is None else ltorch.add(present, fitted)
+    return gradients
+
+
+def _fit(invocation: Invocation, label: str, tensor: TensorProxy, gradient: Any) -> Proxy:
+    """A gradient in the shape and dtype of its input.
+
+    torch: ``validate_outputs`` in torch/csrc/autograd/engine.cpp.
+    """
+    where = f"the backward provider of the rule {invocation.rule.name} for {invocation.call}"
+    if not isinstance(gradient, TensorProxy):
+        raise GradientError(
+            f"{where} returned {gradient!r} ({type(gradient).__name__}) as the gradient of {label}; "
+            "expected a tensor or None"
+        )
+    if gradient.device != tensor.device:
+        raise GradientError(
+            f"{where} returned a gradient of {label} on {gradient.device}; expected device {tensor.device}"
+        )
+    expected, got = tuple(tensor.shape), tuple(gradient.shape)
+    if got != expected:
+        if not broadcasts_to(expected, got):
+            raise GradientError(
+                f"{where} returned a gradient of {label} with shape {list(got)}; expected shape {list(expected)}, "
+                "or one that it broadcasts to"
+            )
+        lead = len(got) - len(expected)
+        dims = [*range(lead), *(i + lead for i, n in enumerate(expected) if n == 1 and got[i + lead] != 1)]
+        gradient = ltorch.reshape(ltorch.sum(gradient, dims), expected)
+    if gradient.dtype != tensor.dtype:
+        if gradient.dtype.is_complex and not tensor.dtype.is_complex:  # type: ignore[attr-defined]
+            gradient = ltorch.real(gradient)
+        gradient = clang.maybe_convert_to_dtype(gradient, tensor.dtype)
+    return gradient  # type: ignore[no-any-return]
+
+
+def _free(bsyms: Sequence[Any], known: set[str] = frozenset()) -> list[Proxy]:  # type: ignore[assignment]
+    """The proxies that bound symbols read and do not make, each once, in order."""
+    made = set(known)
+    free: dict[str, Proxy] = {}
+    for bsym in bsyms:
+        for arg in bsym.flat_proxy_args:
+            if arg.name not in made:
+                free.setdefault(arg.name, arg)
+        made.update(o.name for o in bsym.flat_proxy_outs)
+    return list(free.values())
+
+
+def _is_outside(proxy: Proxy, bsyms: Sequence[Any], known: set[str]) -> bool:
+    return proxy.name not in known and not any(o.name == proxy.name for b in bsyms for o in b.flat_proxy_outs)

@@ -1,0 +1,67 @@
+"""Everything that hookkit raises or warns with.
+
+One class per kind of mistake, so that a program can tell them apart. Exceptions that a user's own forward or
+backward raises are not here: they reach the user as they are.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ConflictError",
+    "GradientError",
+    "HookError",
+    "MetaError",
+    "MetaWarning",
+    "OpaqueFallbackWarning",
+    "PluginWarning",
+    "RegistrationError",
+    "TargetWarning",
+    "UntraceableError",
+]
+
+
+class HookError(RuntimeError):
+    """The base of every error that hookkit itself raises.
+
+    A program that wants to catch all of hookkit's refusals, and none of its own exceptions, catches this class.
+    """
+
+
+class RegistrationError(HookError):
+    """A rule was declared in a way that cannot work.
+
+    Raised by the decorators, at the line of the declaration: a target that is not callable, a provider whose
+    signature cannot take the target's arguments, a second backward provider, a rule that is unregistered twice.
+    """
+
+
+class ConflictError(RegistrationError):
+    """Two rules claim one target at one priority; both declarations are quoted."""
+
+
+class UntraceableError(HookError):
+    """A call cannot be traced, and its rule does not allow it to run opaque (``mode="trace"``)."""
+
+
+class GradientError(HookError):
+    """A backward provider returned gradients that do not fit the inputs: count, names, shape, type."""
+
+
+class MetaError(HookError):
+    """The metadata of an opaque call is not known, or differs from what the call returned at run time."""
+
+
+class OpaqueFallbackWarning(UserWarning):
+    """A call could not be traced and runs as one opaque operator; given once per callable and reason."""
+
+
+class MetaWarning(UserWarning):
+    """The metadata of an opaque call was found by running it on example values; a meta function avoids that."""
+
+
+class TargetWarning(UserWarning):
+    """A lazy target's module is imported and has no such name; given once, with the nearest names."""
+
+
+class PluginWarning(UserWarning):
+    """A package's entry point for hookkit failed; the others are not touched."""

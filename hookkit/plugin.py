@@ -1,0 +1,164 @@
+"""The only module that installs anything into thunder: enable puts hookkit in place, disable takes it out again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+from thunder.core import interpreter, jit_ext
+from thunder.core.compile_data import get_compile_data
+from thunder.core.interpreter import interpreter_needs_wrap
+from thunder.core.proxies import TensorProxy
+
+from hookkit import compat
+from hookkit.engine import gradflow
+from hookkit.engine.calls import lookaside_for
+from hookkit.registry import registry
+from hookkit.call import bind_arguments
+from hookkit.residuals import mark, save
+
+__all__ = ["disable", "enable", "is_enabled"]
+
+_lock = threading.RLock()
+_MISSING = object()
+
+
+@attrs.define
+class Patch:
+    """One thing of thunder's that is replaced while hookkit is enabled: an attribute, or an entry of a dict."""
+
+    holder: Any
+    key: Any
+    value: Any
+    before: Any = None
+
+    def install(self) -> None:
+        """Put the value in place and keep what was there."""
+        if isinstance(self.holder, dict):
+            self.before = self.holder.get(self.key, _MISSING)
+            if self.value is _MISSING:
+                self.holder.pop(self.key, None)
+            else:
+                self.holder[self.key] = self.value
+        else:
+            self.before = self.holder.__dict__.get(self.key, _MISSING)
+            setattr(self.holder, self.key, self.value)
+
+    def remove(self) -> None:
+        """Put back what was there."""
+        if isinstance(self.holder, dict):
+            if self.before is _MISSING:
+                self.holder.pop(self.key, None)
+            else:
+                self.holder[self.key] = self.before
+        elif self.before is _MISSING:
+            delattr(self.holder, self.key)
+        else:
+            setattr(self.holder, self.key, self.before)
+
+
+_installed: list[Patch] = []
+
+
+def is_enabled() -> bool:
+    """Whether hookkit's rules take part in ``thunder.jit``, ``thunder.compile`` and ``thunderfx``."""
+    return bool(_installed)
+
+
+def enable() -> None:
+    """Let the rules take part in every later ``thunder.jit``, ``thunder.compile`` and ``thunderfx``.
+
+    ``import hookkit`` does this. Enabling twice is the same as once.
+
+    Example:
+        >>> import hookkit
+        >>> hookkit.enable()
+        >>> hookkit.is_enabled()
+        True
+    """
+    with _lock:
+        registry.load()
+        if _installed:
+            return
+        for patch in _patches():
+            patch.install()
+            _installed.append(patch)
+
+
+def disable() -> None:
+    """Take the rules out of thunder, which is afterwards exactly as it was.
+
+    Example:
+        >>> import hookkit
+        >>> hookkit.disable()
+        >>> hookkit.is_enabled()
+        False
+        >>> hookkit.enable()
+    """
+    with _lock:
+        while _installed:
+            _installed.pop().remove()
+
+
+def _patches() -> list[Patch]:
+    stock = jit_ext.general_jit_lookaside
+    table = jit_ext._general_jit_lookaside_map
+    patches = [Patch(jit_ext, "general_jit_lookaside", _lookaside(stock))]
+    stock_lookasides = [getattr(torch.autograd.Function.apply, "__func__", None), *compat.higher_order_apply_targets()]
+    patches += [Patch(table, key, _MISSING) for key in stock_lookasides if key in table]
+    return patches
+
+
+def _lookaside(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """thunder's way of finding what replaces a call, with the rules asked first."""
+    answers = {torch.is_grad_enabled: interpreter_needs_wrap(_is_grad_enabled)}
+    answers[TensorProxy.requires_grad.fget] = interpreter_needs_wrap(_requires_grad)
+    native = {f: interpreter_needs_wrap(f) for f in (save, mark, bind_arguments)}
+    answers.update(native)
+
+    def general_jit_lookaside(fn: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            answer = answers.get(fn)
+        except TypeError:
+            answer = None
+        if answer is not None:
+            return answer
+        owner, rest = None, args
+        if fn is _function_apply and args:
+            owner, rest = args[0], args[1:]
+        elif (function := compat.function_owner(fn)) is not None:
+            owner = _wrapped_owner(function)
+        if owner is not None and owner.value.apply in jit_ext.get_jit_ctx()._executor_lookasides:
+            claimed = jit_ext.get_jit_ctx()._executor_lookasides[owner.value.apply]
+            return lambda *_, **kw: claimed(*rest, **kw)
+        if isinstance(fn, torch.fx.GraphModule):
+            compat.realise_graph_module(fn)
+        callee = owner.value.apply if owner is not None else fn
+        found = lookaside_for(callee, owner, rest, kwargs)
+        return found if found is not None else stock(fn, *args, **kwargs)
+
+    return general_jit_lookaside
+
+
+_function_apply = getattr(torch.autograd.Function.apply, "__func__", object())
+
+
+def _wrapped_owner(function: type[Any]) -> Any:
+    """The interpreter's value for a class, with the provenance that it has if the program loaded it before."""
+    runtime = interpreter.get_interpreterruntimectx()
+    known = runtime._known_wrappers.get(id(function))
+    wrapped = known[0]() if known is not None else None
+    return wrapped if wrapped is not None else interpreter.wrap_const(function)
+
+
+def _is_grad_enabled() -> bool:
+    return bool(get_compile_data().is_grad_enabled)
+
+
+def _requires_grad(tensor: Any) -> bool:
+    return gradflow.requires_grad(jit_ext.get_jit_ctx().computation_trace, tensor)
+
+
