@@ -1,0 +1,76 @@
+"""examples/: the demo runs, says what fired, and fails where the two runs differ."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("sklearn", reason="the examples extra is not installed")
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.fixture
+def digits(monkeypatch):
+    """The demo as a module; its rule is unregistered afterwards."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.delitem(sys.modules, "digits", raising=False)
+    import digits
+
+    yield digits
+    digits.fused_cross_entropy.unregister()
+    del sys.modules["digits"]
+
+
+def section(output: str, title: str) -> str:
+    """What the demo printed under the title that begins so."""
+    return re.split(r"\n-+\n", output[output.index(title) :], maxsplit=2)[1]
+
+
+def test_the_demo_agrees_with_eager_and_says_which_rules_fired():
+    command = [sys.executable, EXAMPLES / "digits.py", "--steps", "5"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the two runs agree" in section(done.stdout, "Result")
+    fired = section(done.stdout, "Which rules fired where")
+    trace = section(done.stdout, "The trace of one step")
+    assert "autograd_function" in fired
+    assert "fused_cross_entropy" in fired
+    for name in ("Quantise", "LeanNorm", "Spike", "fused_cross_entropy"):
+        assert f"{name}(" in trace
+
+
+def test_the_demo_fails_where_a_backward_is_wrong_under_thunder_only(digits, monkeypatch, capsys):
+    backward, jit = digits.Spike.backward, digits.thunder.jit
+
+    def jit_with_a_wrong_backward(model):  # the eager run is over when the demo comes here
+        monkeypatch.setattr(digits.Spike, "backward", staticmethod(lambda ctx, grad: backward(ctx, 100 * grad)))
+        return jit(model)
+
+    monkeypatch.setattr(digits.thunder, "jit", jit_with_a_wrong_backward)
+    assert digits.main(["--steps", "3"]) == 1
+    result = section(capsys.readouterr().out, "Result")
+    assert "inner.weight differs" in result
+    assert "agree" not in result
+
+
+def test_compare_finds_nothing_between_equal_runs(digits):
+    run = digits.Run([2.0, 1.0], {"weight": torch.ones(3)})
+    assert digits.compare(run, run) == []
+
+
+@pytest.mark.parametrize("value", [1 + 1e-6, float("nan")])
+def test_compare_names_the_parameter_that_differs(digits, value):
+    eager = digits.Run([2.0, 1.0], {"weight": torch.ones(3, dtype=torch.float64), "bias": torch.zeros(2)})
+    compiled = digits.Run([2.0, 1.0], {**eager.parameters, "weight": torch.tensor([1, 1, value], dtype=torch.float64)})
+    (difference,) = digits.compare(eager, compiled)
+    assert difference.startswith("weight differs by")
+
+
+def test_compare_finds_a_differing_loss(digits):
+    parameters = {"weight": torch.ones(3)}
+    (difference,) = digits.compare(digits.Run([2.0, 1.0], parameters), digits.Run([2.0, 1.1], parameters))
+    assert difference == "loss differs by 0.1"
