@@ -17,7 +17,7 @@ from hookkit import autoload
 if TYPE_CHECKING:
     from hookkit import testing
     from hookkit.autoload import disable, enable, is_enabled
-    from hookkit.call import Call, bind_arguments
+    from hookkit.call import Call
     from hookkit.errors import (
         ConflictError,
         GradientError,
@@ -51,7 +51,6 @@ __all__ = [
     "Rule",
     "TargetWarning",
     "UntraceableError",
-    "bind_arguments",
     "decline",
     "disable",
     "enable",
@@ -70,7 +69,7 @@ __all__ = [
 # Where each public name comes from.
 _MODULES = {
     "autoload": ("disable", "enable", "is_enabled"),
-    "call": ("Call", "bind_arguments"),
+    "call": ("Call",),
     "errors": (
         "ConflictError",
         "GradientError",

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import attrs
 
-__all__ = ["Call", "Source", "bind_arguments"]
+__all__ = ["Call", "Source"]
 
 
 @attrs.frozen
@@ -44,6 +43,26 @@ class Call:
     kwargs: dict[str, Any]
     needs: tuple[bool, ...] = ()
     source: Source | None = None
+    _details: Details | None = attrs.field(init=False, default=None, repr=False)
+
+    @classmethod
+    def pending(cls, callable_: Callable[..., Any], function: type[Any] | None, details: Details) -> Call:
+        """A call of which args, kwargs, needs and source are found when one of them is first asked for.
+
+        Arguments that a traced program passes become inputs of the trace when they are looked at; a call that no rule
+        takes must not look at them.
+        """
+        call = cls.__new__(cls)
+        call.callable, call.function, call._details = callable_, function, details
+        return call
+
+    def __getattr__(self, name: str) -> Any:
+        # Reached only for a field that `pending` left unset.
+        if name not in ("args", "kwargs", "needs", "source"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        assert self._details is not None
+        self.args, self.kwargs, self.needs, self.source = self._details()
+        return getattr(self, name)
 
     @property
     def name(self) -> str:
@@ -56,27 +75,3 @@ class Call:
         where = f" at {self.source}" if self.source else ""
         return f"{self.name}(){where}"
 
-
-def bind_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """The positional arguments with which a function would run, defaults and keywords put in their places.
-
-    Providers can call it in a traced program, where ``inspect`` would be slow.
-
-    Args:
-        function: the function whose signature counts.
-        args: positional arguments.
-        kwargs: keyword arguments.
-
-    Returns:
-        The arguments, in the order of the parameters.
-
-    Raises:
-        TypeError: as Python does, if the arguments do not fit.
-
-    Example:
-        >>> bind_arguments(lambda a, b=2: None, (1,), {})
-        (1, 2)
-    """
-    bound = inspect.signature(function).bind(*args, **kwargs)
-    bound.apply_defaults()
-    return bound.args

@@ -54,8 +54,9 @@ def _removed_tensor_methods(default_torch_ops: ModuleType) -> Iterator[None]:
         yield
     # Left in this list, the stand-ins would be registered by thunder/torch/__init__.py as methods of TensorProxy:
     # `hasattr(x, "rename")` would be true in a traced program and false in eager.
-    operations = default_torch_ops.torch_auto_registered_ops[torch.Tensor]
-    operations[:] = [operation for operation in operations if operation is not _removed]
+    if missing:
+        operations = default_torch_ops.torch_auto_registered_ops[torch.Tensor]
+        operations[:] = [operation for operation in operations if operation is not _removed]
 
 
 def _removed(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import attrs
@@ -12,12 +13,12 @@ from thunder.core import interpreter, jit_ext
 from thunder.core.compile_data import get_compile_data
 from thunder.core.interpreter import interpreter_needs_wrap
 from thunder.core.proxies import TensorProxy
+from thunder.transforms import autodiff
 
 from hookkit import compat
-from hookkit.engine import gradflow
+from hookkit.engine import differentiation, gradflow
 from hookkit.engine.calls import lookaside_for
 from hookkit.registry import registry
-from hookkit.call import bind_arguments
 from hookkit.residuals import mark, save
 
 __all__ = ["disable", "enable", "is_enabled"]
@@ -108,6 +109,13 @@ def _patches() -> list[Patch]:
     table = jit_ext._general_jit_lookaside_map
     patches = [Patch(jit_ext, "general_jit_lookaside", _lookaside(stock))]
     stock_lookasides = [getattr(torch.autograd.Function.apply, "__func__", None), *compat.higher_order_apply_targets()]
+    patches += [
+        Patch(autodiff, name, partial(correction, getattr(autodiff, name)))
+        for name, correction in (
+            ("grad_transform_on_trace", differentiation.differentiate),
+            ("split_into_forward_and_backward", differentiation.split),
+        )
+    ]
     patches += [Patch(table, key, _MISSING) for key in stock_lookasides if key in table]
     return patches
 
@@ -116,7 +124,7 @@ def _lookaside(stock: Callable[..., Any]) -> Callable[..., Any]:
     """thunder's way of finding what replaces a call, with the rules asked first."""
     answers = {torch.is_grad_enabled: interpreter_needs_wrap(_is_grad_enabled)}
     answers[TensorProxy.requires_grad.fget] = interpreter_needs_wrap(_requires_grad)
-    native = {f: interpreter_needs_wrap(f) for f in (save, mark, bind_arguments)}
+    native = {f: interpreter_needs_wrap(f) for f in (save, mark)}
     answers.update(native)
 
     def general_jit_lookaside(fn: Any, *args: Any, **kwargs: Any) -> Any:

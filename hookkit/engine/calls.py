@@ -7,8 +7,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from thunder.core.compile_data import get_compile_data
-from thunder.core.interpreter import unwrap
+from thunder.core.interpreter import _interpret_call, unwrap, wrap_const
 from thunder.core.jit_ext import get_jit_ctx
 
 from hookkit.call import Call
@@ -20,6 +21,7 @@ from hookkit.engine.values import unwrap_arguments
 from hookkit.errors import HookError, UntraceableError
 from hookkit.registry import registry
 from hookkit.rule import Rule
+from hookkit.targets import signature_of
 
 __all__ = ["lookaside_for"]
 
@@ -41,6 +43,8 @@ def lookaside_for(
     function = unwrap(owner) if owner is not None else None
     if not registry.matching(callee, function):
         return None
+    if function is not None:
+        args, kwargs = _positional(owner, args, kwargs)
     uargs, ukwargs = unwrap_arguments(args, kwargs)
     trace = get_jit_ctx().computation_trace
     call = Call(
@@ -58,6 +62,35 @@ def lookaside_for(
     except HookError as error:
         return partial(lambda error, *_, **__: raise_in_program(error), error)
     return None
+
+
+def _positional(
+    owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of ``Function.apply`` by position, as torch passes them on.
+
+    With ``setup_context`` defaults are filled in (torch/autograd/function.py, ``Function.apply``); without it keywords
+    are put in their places. What does not fit stays by keyword: torch refuses it, in its own words.
+    """
+    base = torch.autograd.Function
+    function = unwrap(owner)
+    signature = signature_of(function.forward)
+    split = function.setup_context is not base.setup_context
+    if signature is None or not (kwargs or split):
+        return args, kwargs
+    parameters = [p for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD][0 if split else 1 :]
+    positional, rest = list(args), dict(kwargs)
+    for parameter in parameters[len(args) :]:
+        if parameter.name in rest:
+            positional.append(rest.pop(parameter.name))
+        elif split and parameter.default is not parameter.empty:
+            names = [p.name for p in parameters if p.default is not p.empty]
+            index = wrap_const(names.index(parameter.name))
+            forward = _interpret_call(getattr, owner, wrap_const("forward"))
+            positional.append(_interpret_call(lambda f, i: f.__defaults__[i], forward, index))
+        else:
+            break
+    return (args, kwargs) if rest else (tuple(positional), {})
 
 
 def _take_over(
@@ -94,8 +127,12 @@ def _run(invocation: Invocation) -> Any:
     if rule.mode == "auto" and subject in _untraceable:
         return opaque.opaque_call(invocation, None)
     try:
+        if call.function is not None and call.kwargs:
+            raise UntraceableError(f"keyword arguments {sorted(call.kwargs)} have no place in forward")
         return trace_call(invocation)
     except Raised as raised:
+        if rule.mode == "trace" and isinstance(raised.error, HookError):
+            raise
         return opaque.fall_back(invocation, raised.error, _untraceable)
     except UntraceableError as error:
         return opaque.fall_back(invocation, error, _untraceable)

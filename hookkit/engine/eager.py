@@ -7,6 +7,7 @@ and gradients are taken where they reach that node; the engine itself materialis
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -195,10 +196,14 @@ def _autocast(regions: Sequence[Autocast]) -> Iterator[None]:
         yield
 
 
-def provider_callee(rule: Rule) -> Callable[..., Any]:
+def provider_callee(rule: Rule, call: Call) -> Callable[..., Any]:
     """A callable that runs a rule's providers as one autograd Function."""
-    forward, backward = rule.forward, rule.backward_provider
-    assert forward is not None and backward is not None
+    assert rule.forward is not None
+    leading = (call,) if rule.pass_call else ()
+    forward = functools.partial(rule.forward, *leading)
+    if rule.backward_provider is None:
+        return forward
+    backward = functools.partial(rule.backward_provider, *leading)
 
     class Providers(torch.autograd.Function):
         @staticmethod

@@ -15,7 +15,21 @@ from thunder.core.trace import TraceCtx
 
 from hookkit.engine.values import is_differentiable_dtype
 
-__all__ = ["forget", "requires_grad", "set_requires_grad"]
+__all__ = [
+    "CALL",
+    "OPAQUE_BACKWARD",
+    "TRACED",
+    "changes_in_place",
+    "forget",
+    "is_opaque_backward",
+    "requires_grad",
+    "set_requires_grad",
+]
+
+# The ids of hookkit's symbols begin with one of these.
+CALL = "hookkit.call."  # its results say whether they require grad
+TRACED = "hookkit.traced."  # thunder differentiates its operations
+OPAQUE_BACKWARD = "hookkit.backward."
 
 
 class _Flow:
@@ -58,11 +72,27 @@ def _flag(flow: _Flow, tensor: Proxy) -> bool:
     return flow.flags.get(tensor.name, bool(getattr(tensor, "requires_grad", False)))
 
 
+def is_explicit(bsym: Any) -> bool:
+    """Whether a bound symbol is a call of hookkit's, whose results themselves say whether they require grad."""
+    return isinstance(bsym.sym.id, str) and bsym.sym.id.startswith(CALL)
+
+
+def is_opaque_backward(bsym: Any) -> bool:
+    """Whether a bound symbol is the backward of an opaque call."""
+    return isinstance(bsym.sym.id, str) and bsym.sym.id.startswith(OPAQUE_BACKWARD)
+
+
 def _account(flow: _Flow, bsym: Any) -> None:
+    if is_explicit(bsym):
+        for out in bsym.flat_proxy_outs:
+            flow.flags.setdefault(out.name, bool(getattr(out, "requires_grad", False)))
+        return
     tensors = [a for a in bsym.flat_proxy_args if isinstance(a, TensorProxy)]
+    if not tensors:
+        return  # an input that is unpacked, or a new tensor: it says itself
     any_requires = any(_flag(flow, t) for t in tensors)
     names = {t.name for t in tensors}
-    detached = any(
+    detached = bsym.sym.name in ("detach", "detach_") or any(
         ProxyTag.DETACHED_AUTOGRAD_GRAPH in o.tags for o in bsym.flat_proxy_outs if isinstance(o, TensorProxy)
     )
     for out in bsym.flat_proxy_outs:

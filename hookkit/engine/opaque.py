@@ -209,13 +209,13 @@ def opaque_call(invocation: Invocation, pending: BaseException | None) -> Any:
         outputs += [TensorProxy(like=slots[i], requires_grad=False) for i in expected.changed]
         return (*outputs, AnyProxy(None, prefix="state")) if operator.has_backward else tuple(outputs)
 
-    symbol = make_symbol(jit.ad_hoc_executor, name, meta, operator.forward, is_prim=True, keep=True)
-    transform = _gradient_transform(jit.ad_hoc_executor, symbol, name, operator) if operator.has_backward else None
+    symbol = make_symbol(jit.ad_hoc_executor, name, meta, operator.forward, kind=gradflow.CALL, is_prim=True, keep=True)
+    transform = (
+        _gradient_transform(jit.ad_hoc_executor, symbol, name, operator) if operator.has_backward else None
+    )
     jit.ad_hoc_executor._implmap[symbol.id] = ImplInfo(symbol=symbol, grad_transform=transform)
     with tracectx(trace):
         results = symbol(*slots)
-    for tensor, differentiable in zip(results, expected.differentiable, strict=False):
-        gradflow.set_requires_grad(trace, tensor, differentiable)
     returned = fill(expected.structure, _write_back(invocation, slots, expected, list(results)))
     return wrap_result(returned, invocation.owner, *invocation.args)
 
@@ -268,16 +268,7 @@ def _operator(invocation: Invocation) -> tuple[OpaqueCall, list[Proxy]]:
 
     arguments = map_leaves(place, (call.args, call.kwargs))
     trace = get_jit_ctx().computation_trace
-    if rule.opaque_callee:
-        callee = call.callable
-    elif rule.backward_provider is None:
-        assert rule.forward is not None
-        callee = rule.forward
-    else:
-        callee = provider_callee(rule)
-    if rule.pass_call and not rule.opaque_callee:
-        inner = callee
-        callee = lambda *a, **k: inner(call, *a, **k)  # noqa: E731
+    callee = call.callable if rule.opaque_callee else provider_callee(rule, call)
     autocasts = tuple(
         Autocast(device, _torch_dtype(dtype), bool(enabled))
         for device, dtype, enabled in get_compile_data().autocast_stack.stack
@@ -329,7 +320,9 @@ def _gradient_transform(executor: Any, symbol: Any, name: str, operator: OpaqueC
         def meta(*_: Any) -> tuple[TensorProxy, ...]:
             return tuple(TensorProxy(like=args[i], requires_grad=False) for i in expected.gradients)
 
-        backward = make_symbol(executor, f"{name}_backward", meta, operator.backward, is_prim=True)
+        backward = make_symbol(
+            executor, f"{name}_backward", meta, operator.backward, kind=gradflow.OPAQUE_BACKWARD, is_prim=True
+        )
         backward_results = backward(state, *gradients)
         for index, gradient in zip(expected.gradients, backward_results, strict=True):
             prims.put_grad(args[index], gradient)

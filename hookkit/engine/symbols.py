@@ -51,6 +51,7 @@ def make_symbol(
     meta: Callable[..., Any],
     function: Callable[..., Any],
     *,
+    kind: str,
     is_prim: bool,
     keep: bool = False,
 ) -> Symbol:
@@ -61,6 +62,7 @@ def make_symbol(
         name: see :func:`symbol_name`.
         meta: takes and returns proxies.
         function: what the name stands for in the compiled program.
+        kind: the beginning of its id, see :mod:`hookkit.engine.gradflow`.
         is_prim: whether it is one operator, without operations beneath it.
         keep: whether it is executed even if its result is not used.
     """
@@ -70,7 +72,7 @@ def make_symbol(
 
     return Symbol(
         name=name,
-        id=f"hookkit.{name}.{next(_serials)}",
+        id=f"{kind}{name}.{next(_serials)}",
         meta=meta,
         is_prim=is_prim,
         executor=executor,
@@ -91,6 +93,7 @@ class Composite:
         output_gradients: for each output the proxy that stands for its gradient in ``backward``, or None.
         backward: the bound symbols that make the input gradients, or None if thunder differentiates ``forward``.
         input_gradients: for each input its gradient, a proxy of ``backward``, or None.
+        explicit: whether the outputs' ``requires_grad`` is stated, or follows from the operations.
     """
 
     name: str
@@ -100,6 +103,7 @@ class Composite:
     output_gradients: tuple[TensorProxy | None, ...] = ()
     backward: Sequence[BoundSymbol] | None = None
     input_gradients: tuple[Proxy | None, ...] = ()
+    explicit: bool = True
     _used: bool = False
 
     def __call__(self, *args: Any) -> Any:
@@ -135,7 +139,8 @@ class Composite:
 
 def bind(trace: TraceCtx, executor: Any, composite: Composite) -> None:
     """Record a composite as one bound symbol in the trace, and register its gradient with the executor."""
-    symbol = make_symbol(None, composite.name, composite, composite, is_prim=False)
+    kind = gradflow.CALL if composite.explicit else gradflow.TRACED
+    symbol = make_symbol(None, composite.name, composite, composite, kind=kind, is_prim=False)
     if composite.backward is not None:
         executor._implmap[symbol.id] = ImplInfo(
             symbol=symbol, execution_transform=composite, grad_transform=composite.gradient_transform
@@ -154,9 +159,6 @@ def bind(trace: TraceCtx, executor: Any, composite: Composite) -> None:
     scope = trace.peek_scope()
     assert scope is not None
     scope.append(bsym)
-    for output in composite.outputs:
-        if isinstance(output, TensorProxy):
-            gradflow.set_requires_grad(trace, output, output.requires_grad)
 
 
 def _swapped(env: dict[Any, Any], proxy: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import thunder.torch as ltorch
 from thunder import clang
-from thunder.core import prims
+from thunder.core import dtypes, prims
 from thunder.core.interpreter import ProvenanceRecord, PseudoInst, unwrap, wrap, wrap_const
 from thunder.core.jit_ext import get_jit_ctx
 from thunder.core.proxies import Proxy, ProxyTag, TensorProxy, variableify
@@ -17,6 +17,7 @@ from thunder.core.trace import tracectx
 from hookkit.call import Call
 from hookkit.engine import gradflow
 from hookkit.engine.arguments import Bound
+from hookkit.engine.differentiation import RESIDUAL
 from hookkit.engine.functionalise import functionalise
 from hookkit.engine.symbols import Composite, bind, symbol_name
 from hookkit.engine.tracing import Attempt
@@ -144,15 +145,12 @@ def _without_backward(invocation: Invocation, output: Any, forward: Attempt) -> 
         finally:
             trace.pop_scope()
     outputs = tuple({p.name: p for p in leaves(output) if isinstance(p, Proxy)}.values())
-    for tensor in outputs:
-        if isinstance(tensor, TensorProxy):
-            any_input = any(gradflow.requires_grad(trace, i) for i in _free(forward.bound_symbols))
-            gradflow.set_requires_grad(trace, tensor, any_input and invocation.grad_mode)
     composite = Composite(
         name=symbol_name(trace, invocation.rule.name),
         inputs=tuple(_free(forward.bound_symbols)),
         outputs=outputs,
         forward=forward.bound_symbols,
+        explicit=False,
     )
     return composite, output
 
@@ -166,7 +164,7 @@ def _with_backward(
     inputs = invocation.differentiable_inputs() if invocation.grad_mode else []
     forward_symbols, last_values = functionalise(trace, forward.bound_symbols)
     forward_symbols = list(forward_symbols)
-    outputs, returned = _own_outputs(invocation, output, residuals, bool(inputs), forward_symbols, last_values)
+    outputs, returned, own = _own_outputs(invocation, output, residuals, bool(inputs), forward_symbols, last_values)
     composite = Composite(
         name=symbol_name(trace, rule.name if invocation.call.function is None else invocation.call.name),
         inputs=(),
@@ -180,16 +178,16 @@ def _with_backward(
         arguments, composite.output_gradients = _output_gradients(invocation, outputs, returned, residuals)
         residuals.__dict__["needs"] = invocation.bound.needs(inputs)
         backward_symbols, gradients = _run_backward(invocation, wrapped_residuals, arguments, inputs)
-        swap = {**last_values, **_own(output, returned)}
+        swap = {**last_values, **own}
         backward_symbols = [b.from_bsym_swap_proxies(swap, skip_output=True) for b in backward_symbols]
         gradients = {n: swap.get(variableify(g), g) for n, g in gradients.items()}
         composite.backward = backward_symbols
+        made = {o.name: o for b in forward_symbols for o in b.flat_proxy_outs}
+        for proxy in _free(backward_symbols):
+            if proxy.name in made:
+                made[proxy.name].tags.add(RESIDUAL)
     known = {g.name for g in composite.output_gradients if g is not None}
-    names = {p.name for p in (*outputs,)}
-    produced = {o.name for b in forward_symbols for o in b.flat_proxy_outs}
     free = _free([*forward_symbols, *backward_symbols], known=known)
-    extra = [g for g in gradients.values() if g.name in produced or g.name in names]
-    assert all(isinstance(g, Proxy) for g in extra)
     free += [g for g in gradients.values() if _is_outside(g, [*forward_symbols, *backward_symbols], known)]
     with_gradient = [i for i in inputs if i.name in gradients]
     composite.inputs = tuple({p.name: p for p in (*with_gradient, *free)}.values())
@@ -206,10 +204,13 @@ def _own_outputs(
     any_needed: bool,
     forward: list[Any],
     last_values: dict[Any, Proxy],
-) -> tuple[list[Proxy], Any]:
+) -> tuple[list[Proxy], Any, dict[Any, Proxy]]:
     """Give every returned tensor a proxy of its own, made by the forward; say which of them require grad.
 
     The forward ran with grad mode off, which tags its results as detached; the call's outputs are not.
+
+    Returns:
+        The outputs, each once; the returned tree with them; from what the forward called them to what they are now.
     """
     trace = get_jit_ctx().computation_trace
     marked = {p.name for p in leaves(residuals._marks.non_differentiable) if isinstance(p, Proxy)}
@@ -218,7 +219,7 @@ def _own_outputs(
     produced = {o.name for b in forward for o in b.flat_proxy_outs}
     swap: dict[Any, Proxy] = {}
     outputs: list[Proxy] = []
-    seen: set[str] = set()
+    owned: dict[str, TensorProxy] = {}
 
     def own(value: Any) -> Any:
         if not isinstance(value, TensorProxy):
@@ -228,15 +229,15 @@ def _own_outputs(
         outside = value.name not in produced
         if outside and not (tree or id(value) in top):
             return value  # a tensor from outside, handed on in a container that is not looked into
+        if value.name in owned:
+            return owned[value.name]
         source = last_values.get(variableify(value), value)
         with tracectx(trace):
-            mine = TensorProxy(like=value, requires_grad=requires, tags=set())
-            mine.tags.discard(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
-            if outside or source.name in seen or source is not value:
-                forward.append(prims.shallow_copy.bind(source, output=mine))
+            mine = owned[value.name] = TensorProxy(like=value, requires_grad=requires)
+            if outside or source is not value:
+                forward.append(ltorch.detach.bind(source, output=mine))
             else:
                 swap[variableify(value)] = mine
-        seen.add(source.name)
         outputs.append(mine)
         return mine
 
@@ -246,16 +247,7 @@ def _own_outputs(
     if not invocation.grad_mode:
         for mine in outputs:
             mine.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
-    return outputs, returned
-
-
-def _own(output: Any, returned: Any) -> dict[Any, Proxy]:
-    """From what the forward called an output to what the composite calls it."""
-    swap: dict[Any, Proxy] = {}
-    for old, new in zip(leaves(output), leaves(returned), strict=True):
-        if isinstance(old, Proxy) and old is not new:
-            swap.setdefault(variableify(old), new)
-    return swap
+    return outputs, returned, swap
 
 
 def _output_gradients(
@@ -272,18 +264,22 @@ def _output_gradients(
             if isinstance(output, TensorProxy) and output.requires_grad:
                 by_name[output.name] = TensorProxy(like=output, requires_grad=False, prefix="grad")
 
-    def gradient(value: Any) -> Any:
+    def gradient(value: Any, is_last: bool) -> Any:
         if not isinstance(value, TensorProxy):
             return None
-        if value.name in by_name:
+        if is_last and value.name in by_name:
             return by_name[value.name]
         return _Zeros(value) if materialize else None
 
     items = returned if type(returned) is tuple else (returned,)
     if invocation.rule.track == "positional":
-        arguments = [None if is_container(item) else gradient(item) for item in items]
-    else:
-        arguments = [map_leaves(gradient, item) if is_container(item) else gradient(item) for item in items]
+        items = tuple(None if is_container(item) else item for item in items)
+    # torch gives the gradient of a tensor that is returned twice to the last place; the others are not used
+    last = {v.name: place for place, item in enumerate(items) for v in leaves(item) if isinstance(v, TensorProxy)}
+    arguments = [
+        map_leaves(lambda v, place=place: gradient(v, last.get(getattr(v, "name", None)) == place), item)
+        for place, item in enumerate(items)
+    ]
     return arguments, tuple(by_name.get(o.name) for o in outputs)
 
 
@@ -359,7 +355,7 @@ def _fit(invocation: Invocation, label: str, tensor: TensorProxy, gradient: Any)
         dims = [*range(lead), *(i + lead for i, n in enumerate(expected) if n == 1 and got[i + lead] != 1)]
         gradient = ltorch.reshape(ltorch.sum(gradient, dims), expected)
     if gradient.dtype != tensor.dtype:
-        if gradient.dtype.is_complex and not tensor.dtype.is_complex:  # type: ignore[attr-defined]
+        if dtypes.is_complex_dtype(gradient.dtype) and not dtypes.is_complex_dtype(tensor.dtype):
             gradient = ltorch.real(gradient)
         gradient = clang.maybe_convert_to_dtype(gradient, tensor.dtype)
     return gradient  # type: ignore[no-any-return]

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
+import torch
 from thunder.core.interpreter import ProvenanceRecord, PseudoInst, unwrap, wrap, wrap_const
-from thunder.core.jit_ext import recursively_proxy
+from thunder.core.jit_ext import get_jit_ctx
 from thunder.core.proxies import Proxy, TensorProxy
 
 __all__ = [
@@ -31,8 +32,29 @@ __all__ = [
 
 def unwrap_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Plain values, tensors as proxies, of a call's wrapped arguments; containers hold proxies, too."""
-    recursively_proxy(*args, **kwargs)
+    for value in (*args, *kwargs.values()):
+        _proxify(value)
     return tuple(unwrap(a) for a in args), {unwrap(k): unwrap(v) for k, v in kwargs.items()}
+
+
+def _proxify(value: Any) -> bool:
+    """Replace a container that holds tensors, in the wrapped value, by one that holds their proxies.
+
+    thunder's ``recursively_proxy`` does this for sequences; of a dict it looks at the keys.
+    """
+    if value.original_value is not value.nothing:
+        return True
+    if isinstance(value.value, str) or not isinstance(value.value, tuple | list | dict):
+        if isinstance(value.value, torch.Tensor):
+            get_jit_ctx().proxify(value)
+        return isinstance(value.value, Proxy)
+    value.track_items()
+    items = value.item_wrappers.values() if isinstance(value.value, dict) else value.item_wrappers
+    found = [_proxify(item) for item in items]
+    held = value.value.values() if isinstance(value.value, dict) else value.value
+    if any(found) and any(isinstance(h, torch.Tensor) for h in leaves(list(held))):
+        get_jit_ctx().proxify(value)
+    return any(found)
 
 
 def wrap_result(value: Any, *origins: Any) -> Any:

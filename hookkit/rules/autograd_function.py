@@ -49,17 +49,17 @@ class Context:
 
 
 @hookkit.rule(Function, pass_call=True, track="positional", opaque_callee=True, priority=-100)
-def autograd_function(call: hookkit.Call, *args: Any, **kwargs: Any) -> Any:
+def autograd_function(call: hookkit.Call, *args: Any) -> Any:
     """Run the class's forward with a traced ctx."""
     function = call.function
+    ctx = Context(call.needs)
     if function.setup_context is Function.setup_context:
-        ctx = Context(call.needs)
-        output = function.forward(ctx, *args, **kwargs)
+        output = function.forward(ctx, *args)
     else:
-        inputs = hookkit.bind_arguments(function.forward, args, kwargs)
-        ctx = Context(call.needs + (False,) * (len(inputs) - len(args)))
-        output = function.forward(*inputs)
-        function.setup_context(ctx, inputs, output)
+        output = function.forward(*args)
+        function.setup_context(ctx, args, output)
+    if isinstance(output, tuple):
+        output = tuple(output)
     return output, hookkit.mark(
         hookkit.save(ctx=ctx),
         non_differentiable=ctx.non_differentiable,

@@ -1,0 +1,174 @@
+"""What hookkit corrects around thunder's differentiation of a whole trace.
+
+Three things: which outputs of a compiled program require grad; that what a forward provider computes for the backward
+is computed in the forward; that an opaque backward sees None where eager PyTorch has no gradient.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from thunder.core import dtypes, prims
+from thunder.core.compile_data import get_compile_data, get_compile_option
+from thunder.core.devices import cpu
+from thunder.core.proxies import CollectionProxy, Proxy, ProxyTag, TensorProxy
+from thunder.core.pytree import tree_flatten_with_dataclass
+from thunder.core.symbol import BoundSymbolTag
+from thunder.core.trace import tracectx
+
+from hookkit.engine import gradflow
+
+__all__ = ["RESIDUAL", "differentiate", "split"]
+
+
+class _Tag:
+    """A mark on a proxy; thunder hands proxies' tags on to their replacements."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+RESIDUAL = _Tag("hookkit.RESIDUAL")
+
+_differentiable: weakref.WeakKeyDictionary[Any, list[bool]] = weakref.WeakKeyDictionary()
+
+
+def differentiate(stock: Callable[..., Any], trace: Any) -> Any:
+    """Run thunder's gradient transform, and remember which outputs of the trace require grad.
+
+    Args:
+        stock: ``thunder.transforms.autodiff.grad_transform_on_trace``.
+        trace: the computation trace.
+    """
+    for bsym in trace.bound_symbols:
+        if bsym.sym.name in ("detach", "detach_"):
+            for out in bsym.flat_proxy_outs:
+                out.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
+    outputs, _ = tree_flatten_with_dataclass(trace.bound_symbols[-1].args[0]["output"])
+    _differentiable[get_compile_data()] = [gradflow.requires_grad(trace, o) for o in outputs]
+    joint = stock(trace)
+    _drop_undefined_gradients(joint)
+    return joint
+
+
+def _drop_undefined_gradients(joint: Any) -> None:
+    """In the arguments of opaque backward operators, None in the place of zeros that stand for no gradient.
+
+    thunder reads the gradient of an output that nothing used as zeros (``grad_transform_on_trace``); eager PyTorch
+    says undefined, and leaves it to the Function whether that becomes zeros.
+    """
+    zeros = {
+        b.output.name
+        for b in joint.bound_symbols
+        if b.sym.name == "zeros" and not b.subsymbols and BoundSymbolTag.BACKWARD in b.tags
+    }
+    if not zeros:
+        return
+    for index, bsym in enumerate(joint.bound_symbols):
+        if gradflow.is_opaque_backward(bsym):
+            args = tuple(None if isinstance(a, Proxy) and a.name in zeros else a for a in bsym.args)
+            joint.bound_symbols[index] = bsym.from_bsym(args=args)
+
+
+def split(stock: Callable[..., Any], joint: Any) -> tuple[Any, Any]:
+    """Split a joint trace with thunder's own split, keeping residuals in the forward.
+
+    Args:
+        stock: ``thunder.transforms.autodiff.split_into_forward_and_backward``.
+        joint: the joint trace, in which the executors' operators stand.
+
+    Returns:
+        The forward and the backward trace; None for the backward if no output requires grad.
+    """
+    returned = joint.bound_symbols[-1]
+    values = returned.args[0]
+    outputs = values["fw_flat_out"]
+    differentiable = _differentiable.pop(get_compile_data(), None)
+    flat, _ = tree_flatten_with_dataclass(outputs)
+    keep_all = get_compile_option("is_differentiable_outputs", "which outputs are differentiable") is not None
+    if differentiable is None or keep_all or len(flat) != len(outputs) or len(flat) != len(differentiable):
+        return stock(joint)  # type: ignore[no-any-return]
+    read = {a.name for b in joint.bound_symbols if BoundSymbolTag.BACKWARD in b.tags for a in b.flat_proxy_args}
+    residuals = {
+        o.name: o
+        for b in joint.bound_symbols
+        if BoundSymbolTag.BACKWARD not in b.tags
+        for o in b.flat_proxy_outs
+        if isinstance(o, TensorProxy) and RESIDUAL in o.tags and o.name in read
+    }
+    for output in flat:
+        residuals.pop(getattr(output, "name", None), None)
+    if any(differentiable) and not any(g is not None for g in values["output"]):
+        _add_something_backward(joint)
+    extended = (*outputs, *residuals.values())
+    joint.bound_symbols[-1] = returned.from_bsym(args=({**values, "fw_flat_out": extended}, *returned.args[1:]))
+    forward, backward = stock(joint)
+    if backward is None:
+        return _without_extra_outputs(forward, len(outputs), differentiable), None
+    kept = [i for i, d in enumerate(differentiable) if d]
+    forward = _without_extra_outputs(forward, len(outputs), differentiable)
+    if not kept:
+        return forward, None
+    _take_cotangents(backward, kept)
+    return forward, backward
+
+
+def _add_something_backward(joint: Any) -> None:
+    """Have something in the backward, even if every gradient is None: thunder drops an empty backward."""
+    with tracectx(joint):
+        scope: list[Any] = []
+        joint.push_scope(scope)
+        try:
+            prims.full((), 0, device=cpu, dtype=dtypes.float32)
+        finally:
+            joint.pop_scope()
+    for bsym in scope:
+        bsym.tags.add(BoundSymbolTag.BACKWARD)
+    joint.bound_symbols[-1:-1] = scope
+
+
+def _without_extra_outputs(forward: Any, count: int, differentiable: list[bool]) -> Any:
+    """Return the program's outputs alone, and connect only those to autograd that require grad."""
+    returned = forward.bound_symbols[-1]
+    values = dict(returned.args[0])
+    values["output"] = tuple(values["output"][:count])
+    values["flat_output"] = tuple(o for o, d in zip(values["flat_output"][:count], differentiable, strict=True) if d)
+    forward.bound_symbols[-1] = returned.from_bsym(args=(values, *returned.args[1:]))
+    return forward
+
+
+def _take_cotangents(backward: Any, kept: list[int]) -> None:
+    """Let the backward take the gradients of the outputs that are connected to autograd, and no others.
+
+    All that it takes is unpacked, also what it does not use: thunder's ``ThunderFunction`` wants its lists emptied.
+    """
+    (tensors, others), cotangents = backward.args
+    cotangents = [cotangents[i] for i in kept]
+    body = [b for b in backward.bound_symbols if not _unpacks_arguments(b)]
+    names = ("saved_for_backward", "cotangents", "C0", "C1")
+    backward.names.difference_update(names)
+    scope: list[Any] = []
+    with tracectx(backward):
+        backward.push_scope(scope)
+        try:
+            parts = [CollectionProxy(list(tensors), name="C0"), CollectionProxy(list(others), name="C1")]
+            saved = CollectionProxy(parts, name="saved_for_backward")
+            taken = CollectionProxy(cotangents, name="cotangents")
+            prims.unpack_trivial(saved, name="saved_for_backward")
+            prims.unpack_trivial(taken, name="cotangents")
+            for collection in (saved, taken, *parts):
+                prims.unpack_sequence(collection, len(collection.coll))
+            backward.args = ([p.collection() for p in parts], taken.collection())
+        finally:
+            backward.pop_scope()
+    backward.bound_symbols = [*scope, *body]
+
+
+def _unpacks_arguments(bsym: Any) -> bool:
+    unpacks = (prims.PrimIDs.UNPACK_SEQUENCE, prims.PrimIDs.UNPACK_TRIVIAL)
+    return bsym.sym.id in unpacks and isinstance(bsym.args[0], CollectionProxy)
