@@ -30,10 +30,10 @@ if TYPE_CHECKING:
         TargetWarning,
         UntraceableError,
     )
-    from hookkit.registry import rules, use
+    from hookkit.registry import rules
     from hookkit.reporting import explain, report
     from hookkit.residuals import mark, save
-    from hookkit.rule import Rule, rule
+    from hookkit.rule import Rule, rule, use
     from hookkit.targets import decline, where
 
 __version__ = "0.1.0"
@@ -82,10 +82,10 @@ _MODULES = {
         "TargetWarning",
         "UntraceableError",
     ),
-    "registry": ("rules", "use"),
+    "registry": ("rules",),
     "reporting": ("explain", "report"),
     "residuals": ("mark", "save"),
-    "rule": ("Rule", "rule"),
+    "rule": ("Rule", "rule", "use"),
     "targets": ("decline", "where"),
 }
 _MODULE_OF = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names}

@@ -9,6 +9,8 @@ import attrs
 
 __all__ = ["Call", "Source"]
 
+Details = Callable[[], tuple[tuple[Any, ...], dict[str, Any], tuple[bool, ...], "Source | None"]]
+
 
 @attrs.frozen
 class Source:
@@ -74,4 +76,3 @@ class Call:
     def __str__(self) -> str:
         where = f" at {self.source}" if self.source else ""
         return f"{self.name}(){where}"
-

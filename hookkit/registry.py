@@ -1,7 +1,7 @@
 """Registry: which rules there are, which of them are in force, and which one a call is given to.
 
-Registering and looking up are safe with threads: the tables are replaced, never changed in place. Scopes are kept
-in a context variable, so that threads and asyncio tasks do not see each other's.
+Registering and looking up are safe with threads: what a look-up reads is replaced, never changed in place. Scopes are
+kept in a context variable, so that threads and asyncio tasks do not see each other's.
 """
 
 from __future__ import annotations
@@ -9,23 +9,36 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.metadata
+import itertools
 import os
+import re
+import sys
 import threading
+import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from hookkit.call import Call
+from hookkit.call import Call, Source
 from hookkit.errors import ConflictError, PluginWarning, RegistrationError
-from hookkit.targets import CallableTarget, Decline, FunctionTarget, NameTarget, PredicateTarget, Target
+from hookkit.targets import (
+    CallableTarget,
+    Decline,
+    FunctionTarget,
+    NameTarget,
+    PredicateTarget,
+    Target,
+    is_lambda,
+    place_of,
+)
 
 if TYPE_CHECKING:
     from hookkit.rule import Rule
 
-__all__ = ["Candidate", "Registry", "registry", "rules", "use"]
+__all__ = ["Candidate", "Registry", "entry_points", "registry", "rules"]
 
 ENTRY_POINT_GROUP = "hookkit.rules"
 
@@ -38,58 +51,103 @@ class Candidate:
     declined: str | None = None
 
 
-@attrs.frozen
-class Scope:
-    """What one ``with hookkit.use(...)`` adds and leaves out."""
-
-    added: tuple[Rule, ...] = ()
-    without: frozenset[Rule] = frozenset()
-
-
-_scopes: ContextVar[tuple[Scope, ...]] = ContextVar("hookkit_scopes", default=())
-
-
-@attrs.frozen
+@attrs.define(eq=False)
 class Tables:
-    """The registered rules, arranged for looking up."""
+    """Rules, arranged for looking up.
 
-    rules: tuple[Rule, ...] = ()
-    by_callable: dict[Any, tuple[tuple[Rule, Target], ...]] = attrs.field(factory=dict)
-    by_function: dict[type[Any], tuple[tuple[Rule, Target], ...]] = attrs.field(factory=dict)
-    names: tuple[tuple[Rule, NameTarget], ...] = ()
-    predicates: tuple[tuple[Rule, PredicateTarget], ...] = ()
+    Attributes:
+        rules: the rules, in the order in which equals are asked.
+        by_callable: for each callable the rules that mean it, with the target that does.
+        by_function: the same for each autograd Function class.
+        predicates: what is asked about every call.
+        names: lazy names that stand for nothing yet.
+        fingerprint: a number that two tables share only if they hold the same rules.
+        modules_seen: how far the program's imports had got when the names were last looked up.
+    """
+
+    rules: tuple[Rule, ...]
+    by_callable: dict[Any, tuple[tuple[Rule, Target], ...]]
+    by_function: dict[type[Any], tuple[tuple[Rule, Target], ...]]
+    predicates: tuple[tuple[Rule, PredicateTarget], ...]
+    names: tuple[NameTarget, ...]
+    fingerprint: int
+    modules_seen: object = None
 
     @classmethod
-    def of(cls, rules: Iterable[Rule]) -> Tables:
+    def of(cls, rules: tuple[Rule, ...]) -> Tables:
         """Arrange rules; lazy names that resolve by now are entered under what they stand for."""
-        rules = tuple(rules)
-        by_callable: dict[Any, list[tuple[Rule, Target]]] = {}
-        by_function: dict[type[Any], list[tuple[Rule, Target]]] = {}
-        names: list[tuple[Rule, NameTarget]] = []
+        by_callable: dict[Any, tuple[tuple[Rule, Target], ...]] = {}
+        by_function: dict[type[Any], tuple[tuple[Rule, Target], ...]] = {}
         predicates: list[tuple[Rule, PredicateTarget]] = []
-        for rule in rules:
-            for target in rule.targets:
-                found = target
-                if isinstance(target, NameTarget):
-                    resolved = target.resolve()
-                    if resolved is None:
-                        names.append((rule, target))
-                        continue
-                    found = resolved
-                if isinstance(found, PredicateTarget):
+        names: list[NameTarget] = []
+        for rule, target in ((r, t) for r in rules for t in r.targets):
+            found = target.resolve() if isinstance(target, NameTarget) else target
+            match found:
+                case PredicateTarget():
                     predicates.append((rule, found))
-                elif isinstance(found, FunctionTarget):
-                    by_function.setdefault(found.function, []).append((rule, found))
-                else:
-                    assert isinstance(found, CallableTarget)
-                    by_callable.setdefault(found.callable, []).append((rule, found))
-        return cls(
-            rules,
-            {k: tuple(v) for k, v in by_callable.items()},
-            {k: tuple(v) for k, v in by_function.items()},
-            tuple(names),
-            tuple(predicates),
-        )
+                case FunctionTarget():
+                    by_function[found.function] = (*by_function.get(found.function, ()), (rule, found))
+                case CallableTarget():
+                    for key in found.callables:
+                        by_callable[key] = (*by_callable.get(key, ()), (rule, found))
+                case _:
+                    assert isinstance(target, NameTarget)
+                    names.append(target)
+        return cls(rules, by_callable, by_function, tuple(predicates), tuple(names), _fingerprint(rules))
+
+    def are_stale(self) -> bool:
+        """Whether a lazy name resolves by now; warns of those that never will."""
+        modules = (len(sys.modules), next(reversed(sys.modules)))
+        if not self.names or self.modules_seen == modules:
+            return False
+        if any(name.resolve() is not None for name in self.names):
+            return True
+        for name in self.names:
+            name.warn_if_missing()
+        if not any(name.is_being_imported() for name in self.names):
+            self.modules_seen = modules
+        return False
+
+
+_fingerprints: dict[tuple[int, ...], int] = {}
+_fingerprint_numbers = itertools.count(1)
+
+
+def _fingerprint(rules: tuple[Rule, ...]) -> int:
+    """A number for a set of rules; ``dict.setdefault`` is atomic, so that threads agree on it."""
+    return _fingerprints.setdefault(tuple(rule.serial for rule in rules), next(_fingerprint_numbers))
+
+
+@attrs.define(eq=False)
+class Scope:
+    """What one ``with hookkit.use(...)`` adds and leaves out, inside the scope around it."""
+
+    outer: Scope | None
+    added: tuple[Rule, ...]
+    without: frozenset[Rule]
+    depth: int
+    _known: tuple[Tables, Tables] | None = None
+
+    def in_force(self, registered: tuple[Rule, ...]) -> tuple[Rule, ...]:
+        """The rules in force where those given are registered."""
+        around = self.outer.in_force(registered) if self.outer is not None else registered
+        return (*(r for r in around if r not in self.without and r not in self.added), *self.added)
+
+    def tables(self, registered: Tables) -> Tables:
+        """The tables in force where those given are registered; kept until those are others."""
+        known = self._known
+        if known is None or known[0] is not registered or known[1].are_stale():
+            known = self._known = (registered, Tables.of(self.in_force(registered.rules)))
+        return known[1]
+
+    def depth_of(self, rule: Rule) -> int:
+        """The depth of the innermost scope that adds a rule; 0 if none does."""
+        if rule in self.added:
+            return self.depth
+        return self.outer.depth_of(rule) if self.outer is not None else 0
+
+
+_scope: ContextVar[Scope | None] = ContextVar("hookkit_scope", default=None)
 
 
 class Registry:
@@ -97,33 +155,37 @@ class Registry:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._tables = Tables()
+        self._rules: tuple[Rule, ...] = ()
+        self._tables = Tables.of(())
+        self._outdated = False
+        self._claims: dict[tuple[object, int], Rule] = {}
+        self._lambdas: dict[Source, tuple[Rule, object]] = {}
+        self._loading = False
         self._loaded = False
-        self._modules_seen = 0
 
     @property
     def rules(self) -> tuple[Rule, ...]:
-        """The registered rules, in the order of their declaration."""
-        return self._tables.rules
+        """The registered rules, in the order of their registration."""
+        return self._rules
 
     def add(self, rule: Rule) -> None:
         """Register a rule.
 
         Raises:
             ConflictError: if a registered rule has the same target and priority.
+            RegistrationError: if a target is a lambda, and another one of the same line is a target, too.
         """
         with self._lock:
-            for other in self._tables.rules:
-                if other.priority == rule.priority:
-                    shared = {t.key for t in other.targets} & {t.key for t in rule.targets}
-                    if shared:
-                        raise ConflictError(
-                            f"two rules for {_some(rule, shared)} at priority {rule.priority}:\n"
-                            f"  {other.name}, declared at {other.declared_at}\n"
-                            f"  {rule.name}, declared at {rule.declared_at}\n"
-                            "Give one of them another priority=, or unregister() the first."
-                        )
-            self._tables = Tables.of((*self._tables.rules, rule))
+            if any(t.resolve() is not None for t in self._tables.names):
+                self._claims = {claim: r for r in self._rules for claim in _claims_of(r)}
+            for claim in _claims_of(rule):
+                if claim in self._claims:
+                    raise _conflict(self._claims[claim], rule)
+            lambdas = self._lambdas_of(rule)
+            self._lambdas.update(lambdas)
+            self._claims.update(dict.fromkeys(_claims_of(rule), rule))
+            self._rules = (*self._rules, rule)
+            self._outdated = True
 
     def remove(self, rule: Rule) -> None:
         """Unregister a rule.
@@ -132,130 +194,221 @@ class Registry:
             RegistrationError: if it is not registered (any more).
         """
         with self._lock:
-            if rule not in self._tables.rules:
+            if rule not in self._rules:
                 raise RegistrationError(
-                    f"the rule {rule.name}, declared at {rule.declared_at}, is not registered; "
-                    "it was unregistered before"
+                    f"the rule {rule.name}, declared at {rule.declared_at}, is not registered: it was unregistered "
+                    "before, or declared with register=False"
                 )
-            self._tables = Tables.of(r for r in self._tables.rules if r is not rule)
+            self._rules = tuple(r for r in self._rules if r is not rule)
+            self._claims = {claim: r for claim, r in self._claims.items() if r is not rule}
+            self._lambdas = {place: entry for place, entry in self._lambdas.items() if entry[0] is not rule}
+            self._outdated = True
+
+    def changed(self) -> None:
+        """Note that a rule has got another provider: what was compiled with it before is compiled again."""
+        with self._lock:
+            self._outdated = True
+
+    def _lambdas_of(self, rule: Rule) -> dict[Source, tuple[Rule, object]]:
+        """The lambdas among a rule's targets, by line; refused where a line has two."""
+        found: dict[Source, tuple[Rule, object]] = {}
+        for target in rule.targets:
+            if not (isinstance(target, CallableTarget) and is_lambda(target.callable)):
+                continue
+            place = place_of(target.callable)
+            assert place is not None
+            other, twin = found.get(place) or self._lambdas.get(place) or (rule, target.callable)
+            if twin is not target.callable:
+                raise RegistrationError(
+                    f"two lambdas at {place} are targets, one of the rule {other.name} (declared at "
+                    f"{other.declared_at}), one of {rule.name} (declared at {rule.declared_at}); no message could tell "
+                    "them apart. Define each with def, under a name of its own."
+                )
+            found[place] = (rule, target.callable)
+        return found
+
+    @contextlib.contextmanager
+    def scope(self, added: tuple[Rule, ...], without: tuple[Rule, ...]) -> Iterator[None]:
+        """Put rules in force, or out of force, in this context, until the block is left.
+
+        Raises:
+            ConflictError: if two rules of those added have the same target and priority.
+        """
+        claims: dict[tuple[object, int], Rule] = {}
+        for rule in added:
+            for claim in _claims_of(rule):
+                if claims.setdefault(claim, rule) is not rule:
+                    raise _conflict(claims[claim], rule)
+        outer = _scope.get()
+        token = _scope.set(Scope(outer, added, frozenset(without), outer.depth + 1 if outer is not None else 1))
+        try:
+            yield
+        finally:
+            _scope.reset(token)
 
     def load(self) -> None:
-        """Load the shipped rules and, once, those of installed packages (entry points ``hookkit.rules``)."""
+        """Load the shipped rules and those of installed packages (entry points ``hookkit.rules``), once."""
+        if self._loaded:
+            return
         with self._lock:
-            if self._loaded:
+            if self._loading:
                 return
-            self._loaded = True
+            self._loading = True
             importlib.import_module("hookkit.rules")
-            left_out = {n.strip() for n in os.environ.get("HOOKKIT_DISABLE_PLUGINS", "").split(",")}
-            for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
-                if point.name in left_out or (point.dist is not None and point.dist.name in left_out):
-                    continue
-                self._load_entry_point(point)
+            for point, left_out in entry_points():
+                if not left_out:
+                    self._load_entry_point(point)
+            self._loaded = True
 
-    @staticmethod
-    def _load_entry_point(point: importlib.metadata.EntryPoint) -> None:
-        distribution = point.dist.name if point.dist is not None else "an unknown distribution"
+    def _load_entry_point(self, point: importlib.metadata.EntryPoint) -> None:
+        before = self._rules
         try:
             point.load()()
         except Exception as error:
+            # Other threads cannot register meanwhile: this one holds the lock.
+            for rule in self._rules:
+                if rule not in before:
+                    self.remove(rule)
+            distribution = point.dist.name if point.dist is not None else "unknown"
             warnings.warn(
-                f"the entry point {point.name!r} of {distribution} (group {ENTRY_POINT_GROUP!r}, {point.value}) failed "
-                f"with {type(error).__name__}: {error}; its rules are not registered. Set "
-                f"HOOKKIT_DISABLE_PLUGINS={point.name} to leave it out.",
+                f"the rules of the distribution {distribution} are not registered: its entry point {point.name!r} "
+                f"(group {ENTRY_POINT_GROUP!r}, {point.value}) raised {type(error).__name__}: {error}. "
+                f"HOOKKIT_DISABLE_PLUGINS={point.name} leaves it out.",
                 PluginWarning,
                 stacklevel=4,
             )
 
-    def in_force(self) -> tuple[Rule, ...]:
-        """The rules that are in force in this context: registered ones and those of open scopes."""
-        result = list(self._tables.rules)
-        for scope in _scopes.get():
-            result = [r for r in result if r not in scope.without]
-            result.extend(r for r in scope.added if r not in result)
-        return tuple(result)
+    def current(self) -> Tables:
+        """The tables of the rules that are in force in this context."""
+        tables = self._tables
+        if self._outdated or tables.are_stale():
+            with self._lock:
+                if self._outdated or self._tables.are_stale():
+                    self._outdated = False
+                    self._tables = Tables.of(self._rules)
+                tables = self._tables
+        scope = _scope.get()
+        return tables if scope is None else scope.tables(tables)
 
     def fingerprint(self) -> int:
         """A number that differs between contexts in which different rules are in force."""
-        return hash(tuple(rule.serial for rule in self.in_force()))
+        self.load()
+        return self.current().fingerprint
 
     def matching(self, callable_: Callable[..., Any], function: type[Any] | None) -> bool:
         """Whether any rule could take a call, judged by what is called alone; quick."""
-        tables = self._current_tables()
-        if tables.predicates:
-            return True
+        tables = self.current()
         if function is not None:
-            return any(base in tables.by_function for base in function.__mro__)
-        try:
-            return callable_ in tables.by_callable
-        except TypeError:
-            return False
+            if any(base in tables.by_function for base in function.__mro__):
+                return True
+        else:
+            try:
+                if callable_ in tables.by_callable:
+                    return True
+            except TypeError:
+                pass  # an unhashable callable is not in the table
+        return bool(tables.predicates) and is_asked_about(callable_)
 
     def candidates(self, call: Call) -> Iterator[Candidate]:
         """The rules that a call could be given to, best first; those that decline say why.
 
-        Precedence: rules of the innermost scope, then priority, then specificity (exact class over base class,
-        callable over predicate).
+        Precedence: the innermost scope's rules, then priority, then specificity (exact class over base class, callable
+        over predicate). Predicates that tie are asked in the order of their registration.
+
+        Raises:
+            ConflictError: if two rules tie that did not when they were registered, because a lazy name resolved since.
+            HookError: if a predicate raises.
         """
-        tables = self._current_tables()
+        tables = self.current()
+        scope = _scope.get()
         found: list[tuple[tuple[int, int, int], Rule, Target]] = []
-        scopes = _scopes.get()
 
         def note(rule: Rule, target: Target, distance: int = 0) -> None:
-            depth = max((i + 1 for i, s in enumerate(scopes) if rule in s.added), default=0)
+            depth = scope.depth_of(rule) if scope is not None else 0
             found.append(((depth, rule.priority, target.specificity * 1000 - distance), rule, target))
 
         if call.function is not None:
             for distance, base in enumerate(call.function.__mro__):
                 for rule, target in tables.by_function.get(base, ()):
-                    if distance == 0 or (isinstance(target, FunctionTarget) and target.subclasses):
-                        note(rule, target, distance)
-        try:
-            for rule, target in tables.by_callable.get(call.callable, ()):
-                note(rule, target)
-        except TypeError:
-            pass  # an unhashable callable is not in the table
-        for rule, predicate in tables.predicates:
-            note(rule, predicate)
-        for _, rule, target in sorted(found, key=lambda item: item[0], reverse=True):
-            answer = target.matches(call) if isinstance(target, PredicateTarget) else True
-            if answer:
-                answer = rule.accepts(call)
-            if answer:
-                yield Candidate(rule)
-            elif not isinstance(target, PredicateTarget) or isinstance(answer, Decline):
-                yield Candidate(rule, answer.reason if isinstance(answer, Decline) else "its .when returned false")
-
-    def _current_tables(self) -> Tables:
-        tables = self._tables
-        if tables.names:
-            import sys
-
-            if len(sys.modules) != self._modules_seen:
-                with self._lock:
-                    self._modules_seen = len(sys.modules)
-                    if any(name.resolve() is not None for _, name in self._tables.names):
-                        self._tables = Tables.of(self._tables.rules)
-                    tables = self._tables
-        if not _scopes.get():
-            return tables
-        return _scoped_tables(self.in_force())
+                    note(rule, target, distance)
+        else:
+            with contextlib.suppress(TypeError):  # an unhashable callable is not in the table
+                for rule, target in tables.by_callable.get(call.callable, ()):
+                    note(rule, target)
+        if tables.predicates and is_asked_about(call.callable):
+            for rule, predicate in tables.predicates:
+                note(rule, predicate)
+        found.sort(key=lambda item: item[0], reverse=True)
+        for (rank, rule, target), (next_rank, next_rule, next_target) in itertools.pairwise(found):
+            if rank == next_rank and rule is not next_rule and target.key == next_target.key:
+                raise _conflict(rule, next_rule)
+        yield from _ask(call, found)
 
 
-_scoped_cache: dict[tuple[int, ...], Tables] = {}
+def _ask(call: Call, found: list[tuple[tuple[int, int, int], Rule, Target]]) -> Iterator[Candidate]:
+    seen = set()
+    for _, rule, target in found:
+        if rule in seen:
+            continue
+        answer = target.matches(call)  # type: ignore[union-attr]
+        if not answer and not isinstance(answer, Decline):
+            continue
+        seen.add(rule)
+        if answer:
+            answer = rule.accepts(call)
+        if answer:
+            yield Candidate(rule)
+        else:
+            yield Candidate(rule, answer.reason if isinstance(answer, Decline) else "its .when returned false")
 
 
-def _scoped_tables(rules_in_force: tuple[Rule, ...]) -> Tables:
-    key = tuple(rule.serial for rule in rules_in_force)
-    tables = _scoped_cache.get(key)
-    if tables is None or tables.names:
-        if len(_scoped_cache) > 64:
-            _scoped_cache.clear()
-        tables = _scoped_cache[key] = Tables.of(rules_in_force)
-    return tables
+# The plumbing of interpreting a program, about which no predicate is asked: Python's own operations on its own objects
+# and what thunder, its interpreter and torch.nn.Module do between two calls that the program makes.
+_PLUMBING = frozenset({"builtins", "thunder", "hookkit", "functools", "operator", "_operator", "types", "typing"})
 
 
-def _some(rule: Rule, keys: set[object]) -> str:
-    return ", ".join(str(t) for t in rule.targets if t.key in keys)
+def is_asked_about(callable_: Any) -> bool:
+    """Whether predicates are asked about calls of a callable."""
+    if isinstance(callable_, types.WrapperDescriptorType | types.MethodDescriptorType):
+        callable_ = callable_.__objclass__
+    module = getattr(callable_, "__module__", None)
+    if not isinstance(module, str):
+        return False
+    return module.partition(".")[0] not in _PLUMBING and module != "torch.nn.modules.module"
+
+
+def _claims_of(rule: Rule) -> list[tuple[object, int]]:
+    """What no other rule may claim: each target at the rule's priority."""
+    return [(target.key, rule.priority) for target in rule.targets]
+
+
+def _conflict(first: Rule, second: Rule) -> ConflictError:
+    keys = {t.key for t in first.targets}
+    shared = ", ".join(str(t) for t in second.targets if t.key in keys)
+    return ConflictError(
+        f"two rules for {shared} at priority {second.priority}:\n"
+        f"  {first.name}, declared at {first.declared_at}\n"
+        f"  {second.name}, declared at {second.declared_at}\n"
+        "Give one of them another priority=, or unregister() one."
+    )
+
+
+def entry_points() -> list[tuple[importlib.metadata.EntryPoint, bool]]:
+    """The entry points ``hookkit.rules`` of installed packages, and whether ``HOOKKIT_DISABLE_PLUGINS`` names each.
+
+    The variable holds names, separated by commas, of entry points or of distributions.
+    """
+    named = {_normalised(n) for n in os.environ.get("HOOKKIT_DISABLE_PLUGINS", "").split(",") if n.strip()}
+    found = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+    return [
+        (point, bool({_normalised(point.name), _normalised(point.dist.name if point.dist else "")} & named))
+        for point in found
+    ]
+
+
+def _normalised(name: str) -> str:
+    """A distribution's name as packaging tools compare it."""
+    return re.sub(r"[-_.]+", "-", name.strip()).lower()
 
 
 registry = Registry()
@@ -265,7 +418,7 @@ def rules() -> list[Rule]:
     """The rules in force here: name, target, priority and where each was declared.
 
     Returns:
-        The rules, shipped ones first; each prints as one line.
+        The rules, in the order of their registration, those of open scopes last; each prints as one line.
 
     Example:
         >>> import hookkit
@@ -273,42 +426,4 @@ def rules() -> list[Rule]:
         True
     """
     registry.load()
-    return list(registry.in_force())
-
-
-@contextlib.contextmanager
-def use(*added: Rule, without: Iterable[Rule] = ()) -> Iterator[None]:
-    """Put rules in force, or out of force, for the programs that are traced inside a ``with`` block.
-
-    Scopes nest, and belong to the thread or asyncio task that opened them. Rules are bound when a program is
-    traced: a program that is compiled inside and called outside the block is traced again.
-
-    Args:
-        *added: rules that win over all others inside the block; they need not be registered.
-        without: rules that are out of force inside the block.
-
-    Raises:
-        RegistrationError: if something given is not a rule.
-
-    Example:
-        >>> import hookkit, math
-        >>> @hookkit.rule(math.sqrt, register=False)
-        ... def root(x):
-        ...     return x ** 0.5
-        >>> with hookkit.use(root):
-        ...     root in hookkit.rules()
-        True
-        >>> root in hookkit.rules()
-        False
-    """
-    from hookkit.rule import Rule as RuleClass
-
-    out = tuple(without)
-    for given in (*added, *out):
-        if not isinstance(given, RuleClass):
-            raise RegistrationError(f"hookkit.use(...) takes rules, got {given!r}; a rule is what @hookkit.rule returns")
-    token = _scopes.set((*_scopes.get(), Scope(tuple(added), frozenset(out))))
-    try:
-        yield
-    finally:
-        _scopes.reset(token)
+    return list(registry.current().rules)

@@ -1,21 +1,22 @@
-"""Rule: what is matched, and which providers stand for it; and the decorator that declares one."""
+"""Rule: what is matched, and which providers stand for it; the decorator that declares one, and scopes of rules."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 import sys
-from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal, TypeVar, overload
 
 import attrs
 
 from hookkit.call import Call, Source
-from hookkit.errors import RegistrationError
+from hookkit.errors import HookError, RegistrationError
 from hookkit.registry import registry
-from hookkit.targets import Target, describe_callable, make_target, signature_of
+from hookkit.targets import Target, describe_callable, is_lambda, make_target, place_of, signature_of
 
-__all__ = ["Rule", "rule"]
+__all__ = ["Rule", "rule", "use"]
 
 Provider = TypeVar("Provider", bound=Callable[..., Any])
 Mode = Literal["auto", "trace", "opaque"]
@@ -28,7 +29,8 @@ _serials = itertools.count(1)
 class Rule:
     """A declared rule; made by :func:`rule`.
 
-    Calling it calls its forward provider, so that the decorated name stays a function.
+    Calling it calls its forward provider, so that the decorated name stays a function. A rule that has none yet is a
+    decorator for it.
 
     Attributes:
         name: the name in traces, reports and messages.
@@ -47,17 +49,38 @@ class Rule:
     declared_at: Source
     pass_call: bool = False
     track: Track = "tree"
-    opaque_callee: bool = False
+    _opaque_callee: bool = False
+    _is_named: bool = True
     serial: int = attrs.field(factory=lambda: next(_serials))
     _backward: Callable[..., Any] | None = None
     _meta: Callable[..., Any] | None = None
     _when: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the forward provider."""
-        if self.forward is None:
-            raise RegistrationError(f"the rule {self.name} has no forward provider to call")
-        return self.forward(*args, **kwargs)
+        """Call the forward provider; or, where there is none and nothing else is declared, take one and return self."""
+        if self.forward is not None:
+            return self.forward(*args, **kwargs)
+        is_provider = len(args) == 1 and not kwargs and callable(args[0]) and not isinstance(args[0], Rule)
+        if not is_provider or any((self._backward, self._meta, self._when)):
+            raise RegistrationError(
+                f"the rule {self.name}, declared at {self.declared_at}, has no forward provider to call: its target "
+                "runs itself. Decorate one before anything else of the rule is declared."
+            )
+        self._take_forward(args[0])
+        return self
+
+    def _take_forward(self, provider: Callable[..., Any]) -> None:
+        self._check_fits("forward provider", provider)
+        self.forward = provider
+        if not self._is_named:
+            self.name = _default_name(provider, self.targets)
+        self.declared_at = place_of(provider) or self.declared_at
+        self._renew()
+
+    def _renew(self) -> None:
+        """The rule means something else from here on: programs that it took part in are traced again."""
+        self.serial = next(_serials)
+        registry.changed()
 
     def __str__(self) -> str:
         targets = ", ".join(map(str, self.targets))
@@ -77,7 +100,12 @@ class Rule:
         Raises:
             RegistrationError: if the rule has a backward provider, or the provider cannot be called so.
         """
-        self._backward = self._provider("backward", self._backward, provider)
+        if self.forward is None:
+            raise RegistrationError(
+                f"the rule {self.name}, declared at {self.declared_at}, has no forward provider, so PyTorch gives the "
+                "gradients of its target; a backward provider needs a forward provider that saves residuals for it"
+            )
+        self._check_provider("backward", self._backward, provider)
         signature = signature_of(provider)
         if signature is not None:
             positional = [p for p in signature.parameters.values() if p.kind in _POSITIONAL]
@@ -89,6 +117,8 @@ class Rule:
                     f"{'the call, ' if self.pass_call else ''}the residuals and the gradient of each output, "
                     f"say {'(call, saved, grad)' if self.pass_call else '(saved, grad)'}"
                 )
+        self._backward = provider
+        self._renew()
         return provider
 
     def meta(self, provider: Provider) -> Provider:
@@ -105,8 +135,10 @@ class Rule:
         Raises:
             RegistrationError: if the rule has a meta function, or its signature does not fit the target.
         """
-        self._meta = self._provider("meta", self._meta, provider)
-        self._check_fits("meta function", provider, self.pass_call)
+        self._check_provider("meta", self._meta, provider)
+        self._check_fits("meta function", provider)
+        self._meta = provider
+        self._renew()
         return provider
 
     def when(self, provider: Provider) -> Provider:
@@ -122,8 +154,10 @@ class Rule:
         Raises:
             RegistrationError: if the rule has a condition, or its signature does not fit the target.
         """
-        self._when = self._provider("when", self._when, provider)
-        self._check_fits("condition (.when)", provider, self.pass_call)
+        self._check_provider("when", self._when, provider)
+        self._check_fits("condition (.when)", provider)
+        self._when = provider
+        self._renew()
         return provider
 
     def unregister(self) -> None:
@@ -135,11 +169,26 @@ class Rule:
         registry.remove(self)
 
     def accepts(self, call: Call) -> object:
-        """Ask the condition about a call."""
+        """Ask the condition about a call.
+
+        Raises:
+            HookError: if the condition raises; rule and call are named.
+        """
         if self._when is None:
             return True
         args = (call, *call.args) if self.pass_call else call.args
-        return self._when(*args, **call.kwargs)
+        try:
+            return self._when(*args, **call.kwargs)
+        except Exception as error:
+            raise HookError(
+                f"the condition (.when) of the rule {self.name}, {_place(self._when)}, raised {type(error).__name__}: "
+                f"{error} when it was asked about {call}; it returns true, false or hookkit.decline(reason)"
+            ) from error
+
+    @property
+    def opaque_callee(self) -> bool:
+        """Whether the opaque form of a call runs the callee itself, and not the providers."""
+        return self._opaque_callee or self.forward is None
 
     @property
     def backward_provider(self) -> Callable[..., Any] | None:
@@ -151,7 +200,7 @@ class Rule:
         """The meta function, or None."""
         return self._meta
 
-    def _provider(self, kind: str, present: Any, provider: Any) -> Any:
+    def _check_provider(self, kind: str, present: Any, provider: Any) -> None:
         if not callable(provider):
             raise RegistrationError(f"@{self.name}.{kind} takes a function, got {provider!r}")
         if present is not None:
@@ -159,14 +208,13 @@ class Rule:
                 f"the rule {self.name} has a {kind} provider already:\n"
                 f"  {_place(present)}\n  {_place(provider)}\nRemove one of them."
             )
-        return provider
 
-    def _check_fits(self, kind: str, provider: Callable[..., Any], pass_call: bool) -> None:
+    def _check_fits(self, kind: str, provider: Callable[..., Any]) -> None:
         for target in self.targets:
             wanted, given = target.signature(), signature_of(provider)
             if wanted is None or given is None:
                 continue
-            if pass_call:
+            if self.pass_call:
                 given = given.replace(parameters=list(given.parameters.values())[1:])
             misfit = _misfit(wanted, given)
             if misfit:
@@ -180,6 +228,36 @@ class Rule:
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
+@overload
+def rule(
+    target: Any,
+    *,
+    mode: Literal["opaque"],
+    priority: int = ...,
+    name: str | None = ...,
+    pass_call: bool = ...,
+    track: Track = ...,
+    subclasses: bool = ...,
+    opaque_callee: bool = ...,
+    register: bool = ...,
+) -> Rule: ...
+
+
+@overload
+def rule(
+    target: Any,
+    *,
+    mode: Literal["auto", "trace"] = ...,
+    priority: int = ...,
+    name: str | None = ...,
+    pass_call: bool = ...,
+    track: Track = ...,
+    subclasses: bool = ...,
+    opaque_callee: bool = ...,
+    register: bool = ...,
+) -> Callable[[Callable[..., Any]], Rule]: ...
+
+
 def rule(
     target: Any,
     *,
@@ -188,21 +266,24 @@ def rule(
     name: str | None = None,
     pass_call: bool = False,
     track: Track = "tree",
+    subclasses: bool = True,
     opaque_callee: bool = False,
     register: bool = True,
-) -> Any:
+) -> Rule | Callable[[Callable[..., Any]], Rule]:
     """Declare a rule: which calls it takes over, and what stands for them.
 
     Used as a decorator on the forward provider. The provider has the target's own signature, takes plain tensors
     and returns what the target returns, with ``hookkit.save(...)`` beside it if there is a backward provider. A rule
     without one leaves the gradient to thunder, which differentiates the traced forward provider.
 
-    With ``mode="opaque"`` and nothing decorated (the returned decorator is called with ``None``) the callee itself
-    is run by PyTorch, which also gives its gradients.
+    With ``mode="opaque"`` the call is also a statement of its own: ``r = hookkit.rule(target, mode="opaque")``
+    registers a rule at once. Where nothing is decorated with it the callee itself is run by PyTorch, which also gives
+    its gradients; ``@r.meta`` and ``@r.when`` can be declared.
 
     Args:
         target: a callable; a subclass of ``torch.autograd.Function`` (its subclasses included); a
-            :func:`hookkit.where` predicate; a name ``"package.module:name"``, which imports nothing; or a list of these.
+            :func:`hookkit.where` predicate; a name ``"package.module:name"``, which imports nothing; or a list of
+            these.
         mode: ``"auto"`` traces the forward provider and falls back to one opaque operator; ``"trace"`` makes the
             fallback an error; ``"opaque"`` makes it an operator at once.
         priority: among the rules that match, the one with the highest priority wins.
@@ -210,12 +291,13 @@ def rule(
         pass_call: whether the providers get the :class:`hookkit.Call` as their first argument.
         track: which tensors are differentiated: ``"tree"``, all in the arguments and outputs, however nested;
             ``"positional"``, as ``torch.autograd.Function`` does, those given or returned directly.
+        subclasses: whether a target that is a Function stands for its subclasses, too.
         opaque_callee: whether the opaque form of a call runs the callee itself under PyTorch's autograd, instead of
             the providers.
         register: False to have the rule only in ``with hookkit.use(rule)``.
 
     Returns:
-        The decorator; it returns the :class:`Rule`.
+        The decorator, which returns the :class:`Rule`; with ``mode="opaque"`` the rule, which is also the decorator.
 
     Raises:
         RegistrationError: if the target is no target, or the provider's signature cannot take its arguments.
@@ -242,89 +324,127 @@ def rule(
         raise RegistrationError(f"priority={priority!r}; expected an int")
     given = list(target) if isinstance(target, list | tuple) else [target]
     if not given:
-        raise RegistrationError("the list of targets is empty")
-    targets = tuple(make_target(t) for t in given)
-    source = _caller()
+        raise RegistrationError("the list of targets is empty; give at least one")
+    targets = tuple(make_target(t, subclasses=subclasses) for t in given)
+    declared_at = _caller()
 
-    def declare(forward: Callable[..., Any] | None = None) -> Rule:
-        if isinstance(forward, Rule) or (forward is not None and not callable(forward)):
+    def declare(forward: Callable[..., Any] | None) -> Rule:
+        if isinstance(forward, Rule) or not (forward is None or callable(forward)):
             raise RegistrationError(f"@hookkit.rule(...) decorates a function, got {forward!r}")
-        if forward is None and mode != "opaque":
-            raise RegistrationError(
-                f'a rule for {targets[0]} with mode="{mode}" needs a forward provider; only mode="opaque" can leave '
-                "the call to the callee"
-            )
         made = Rule(
-            name=name or getattr(forward, "__name__", None) or str(targets[0]).rpartition(".")[2].rpartition(":")[2],
+            name=name or _default_name(forward, targets),
             targets=targets,
             forward=forward,
             mode=mode,
             priority=priority,
-            declared_at=_place_of(forward) or source,
+            declared_at=place_of(forward) or declared_at,
             pass_call=pass_call,
             track=track,
-            opaque_callee=opaque_callee or forward is None,
+            opaque_callee=opaque_callee,
+            is_named=name is not None,
         )
         if forward is not None:
-            made._check_fits("forward provider", forward, pass_call)
+            made._check_fits("forward provider", forward)
         if register:
             registry.add(made)
         return made
 
-    return declare
+    return declare(None) if mode == "opaque" else declare
 
 
-def _misfit(wanted: inspect.Signature, given: inspect.Signature) -> str | None:
+@contextlib.contextmanager
+def use(*added: Rule, without: Iterable[Rule] = ()) -> Iterator[None]:
+    """Put rules in force, or out of force, for the programs that are traced inside a ``with`` block.
+
+    Scopes nest, and belong to the thread or asyncio task that opened them. Rules are bound when a program is traced. A
+    program that was compiled under other rules than those in force is compiled anew, and found again when its rules
+    are back in force.
+
+    Args:
+        *added: rules that win over all others inside the block; they need not be registered.
+        without: rules that are out of force inside the block.
+
+    Raises:
+        RegistrationError: if something given is not a rule.
+        ConflictError: if two rules of those added have the same target and priority.
+
+    Example:
+        >>> import hookkit, math
+        >>> @hookkit.rule(math.sqrt, register=False)
+        ... def root(x):
+        ...     return x**0.5
+        >>> with hookkit.use(root):
+        ...     root in hookkit.rules()
+        True
+        >>> root in hookkit.rules()
+        False
+    """
+    left_out = (without,) if isinstance(without, Rule) else tuple(without)
+    for given in (*added, *left_out):
+        if not isinstance(given, Rule):
+            raise RegistrationError(
+                f"hookkit.use(...) takes rules, got {given!r}; a rule is what hookkit.rule(...) returns"
+            )
+    with registry.scope(added, left_out):
+        yield
+
+
+def _misfit(target: inspect.Signature, provider: inspect.Signature) -> str | None:
     """Why a provider cannot take a target's arguments, or None."""
-    have = list(given.parameters.values())
-    positional = [p for p in have if p.kind in _POSITIONAL]
-    names = {p.name for p in have if p.kind is not p.POSITIONAL_ONLY}
-    variadic = any(p.kind is p.VAR_POSITIONAL for p in have)
-    keywords = any(p.kind is p.VAR_KEYWORD for p in have)
-    wanted_names = set()
+    wanted, given = list(target.parameters.values()), list(provider.parameters.values())
+    takes_rest = any(p.kind is p.VAR_POSITIONAL for p in given)
+    takes_keywords = any(p.kind is p.VAR_KEYWORD for p in given)
+    by_name = {p.name for p in given if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    places = [p for p in given if p.kind in _POSITIONAL]
+    filled = set()
     position = 0
-    for parameter in wanted.parameters.values():
-        wanted_names.add(parameter.name)
+    for parameter in wanted:
+        name = parameter.name
         if parameter.kind in _POSITIONAL:
-            if position >= len(positional) and not variadic:
-                return f"no place for the positional argument {parameter.name!r}"
-            by_name = parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-            if by_name and position < len(positional) and positional[position].name != parameter.name:
-                return f"argument {position} is called {parameter.name!r}, not {positional[position].name!r}"
-            if by_name and parameter.name not in names and not keywords:
-                return f"the argument {parameter.name!r} cannot be given by name"
+            place = places[position] if position < len(places) else None
             position += 1
+            if place is None and not takes_rest:
+                return f"it has no place for the positional argument {name!r}"
+            if place is not None:
+                filled.add(place.name)
+            if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+                if place is not None and place.name != name:
+                    return f"argument {position - 1} is called {place.name!r}, in the target {name!r}"
+                if name not in by_name and not takes_keywords:
+                    return f"the argument {name!r} cannot be given by name"
+        elif parameter.kind is parameter.VAR_POSITIONAL:
+            if not takes_rest:
+                return f"it has no place for *{name}"
+            filled.update(p.name for p in places)
         elif parameter.kind is parameter.KEYWORD_ONLY:
-            if parameter.name not in names and not keywords:
-                return f"no place for the keyword argument {parameter.name!r}"
-        elif parameter.kind is parameter.VAR_POSITIONAL and not variadic:
-            return f"no place for *{parameter.name}"
-        elif parameter.kind is parameter.VAR_KEYWORD and not keywords:
-            return f"no place for **{parameter.name}"
-    for extra in have:
-        required = extra.default is extra.empty and extra.kind not in (extra.VAR_POSITIONAL, extra.VAR_KEYWORD)
-        in_variadic = any(p.kind is p.VAR_POSITIONAL for p in wanted.parameters.values()) and extra.kind in _POSITIONAL
-        if required and extra.name not in wanted_names and not in_variadic:
+            if name not in by_name and not takes_keywords:
+                return f"it has no place for the keyword argument {name!r}"
+            filled.add(name)
+        elif not takes_keywords:
+            return f"it has no place for **{name}"
+    for extra in given:
+        optional = extra.default is not extra.empty or extra.kind in (extra.VAR_POSITIONAL, extra.VAR_KEYWORD)
+        if not optional and extra.name not in filled:
             return f"the target never gives {extra.name!r}"
     return None
 
 
+def _default_name(provider: Callable[..., Any] | None, targets: tuple[Target, ...]) -> str:
+    """The forward provider's name, or the target's where that says nothing."""
+    name = getattr(provider, "__name__", "_")
+    return targets[0].name if name == "_" or is_lambda(provider) else str(name)
+
+
 def _caller() -> Source:
+    """Where :func:`rule` was called."""
     frame = sys._getframe(2)
     return Source(frame.f_code.co_filename, frame.f_lineno)
 
 
-def _place_of(function: Any) -> Source | None:
-    code = getattr(inspect.unwrap(function), "__code__", None) if function is not None else None
-    return Source(code.co_filename, code.co_firstlineno) if code is not None else None
-
-
 def _place(function: Any) -> str:
-    place = _place_of(function)
+    place = place_of(function)
     return f"declared at {place}" if place else repr(function)
 
 
 def _show(function: Callable[..., Any]) -> str:
     return f"{getattr(function, '__name__', repr(function))}{signature_of(function)}, {_place(function)}"
-
-

@@ -1,20 +1,26 @@
 """The kinds of target that a rule can have, and how each matches a call.
 
-A target never imports anything: a dotted name is looked up among the modules that the program has imported.
+A target never imports anything: a dotted name is looked up among the modules that the program has imported. Which
+rules have which targets, and which of two wins, is the registry's business.
 """
 
 from __future__ import annotations
 
 import difflib
 import inspect
+import keyword
 import sys
+import types
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
+import torch
+from torch._library.custom_ops import CustomOpDef
 
-from hookkit.call import Call
+from hookkit import compat
+from hookkit.call import Call, Source
 from hookkit.errors import HookError, RegistrationError, TargetWarning
 
 __all__ = [
@@ -26,6 +32,8 @@ __all__ = [
     "Target",
     "decline",
     "make_target",
+    "place_of",
+    "signature_of",
     "where",
 ]
 
@@ -64,19 +72,62 @@ class CallableTarget:
     """One callable: a function, builtin, method, torch function, operator overload or higher-order operator."""
 
     callable: Callable[..., Any]
-    specificity = 3
 
     def __str__(self) -> str:
         return describe_callable(self.callable)
 
     @property
+    def specificity(self) -> int:
+        """How narrow the target is: a method of one object is narrower than its function."""
+        return 4 if isinstance(self.callable, types.MethodType) else 3
+
+    @property
+    def name(self) -> str:
+        """What a rule for this target is called by default."""
+        return _short_name(self.callable)
+
+    @property
     def key(self) -> object:
         """What two targets have in common when they mean the same calls."""
-        return self.callable
+        # Not `self.callables[0]`: two bound methods share a function, and mean different calls.
+        return self.callable if isinstance(self.callable, types.MethodType) else self.callables[0]
+
+    @property
+    def callables(self) -> tuple[Any, ...]:
+        """What thunder's interpreter sees when a program calls this target.
+
+        A bound method arrives as its function. An operator of ``torch.library`` has up to three callables: the
+        overload, the packet (``torch.ops.lib.op``) and what ``torch.library.custom_op`` returned.
+        """
+        found = self.callable
+        if isinstance(found, types.MethodType):
+            return (found.__func__,)
+        if isinstance(found, CustomOpDef):
+            return (found._opoverload, found._opoverload.overloadpacket, found)
+        if isinstance(found, torch._ops.OpOverloadPacket):
+            return (*(getattr(found, name) for name in found.overloads()), found)
+        if isinstance(found, torch._ops.OpOverload) and len(found.overloadpacket.overloads()) == 1:
+            return (found, found.overloadpacket)
+        return (found,)
+
+    def matches(self, call: Call) -> object:
+        """Whether a call of one of the callables is meant: for a bound method, a call on its object."""
+        if isinstance(self.callable, types.MethodType):
+            return bool(call.args) and call.args[0] is self.callable.__self__
+        return True
 
     def signature(self) -> inspect.Signature | None:
-        """The signature of the callable, or None where Python does not know it."""
-        return signature_of(self.callable)
+        """The signature with which a rule sees the call, or None where Python does not know it.
+
+        That of a bound method begins with the object, as the call's arguments do.
+        """
+        found = self.callables[0]
+        if isinstance(found, torch._ops.OpOverload):
+            return _schema_signature(found._schema) if len(found.overloadpacket.overloads()) == 1 else None
+        signature = signature_of(found)
+        kinds = [p.kind for p in signature.parameters.values()] if signature is not None else []
+        # What wrappers have that do not say what they wrap.
+        return None if kinds == [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD] else signature
 
 
 @attrs.frozen
@@ -85,20 +136,27 @@ class FunctionTarget:
 
     function: type[Any]
     subclasses: bool = True
-    specificity = 2
+    specificity: ClassVar[int] = 2
 
     def __str__(self) -> str:
         return f"{self.function.__module__}.{self.function.__qualname__}"
+
+    @property
+    def name(self) -> str:
+        """What a rule for this target is called by default."""
+        return self.function.__name__
 
     @property
     def key(self) -> object:
         """What two targets have in common when they mean the same calls."""
         return self.function
 
+    def matches(self, call: Call) -> object:
+        """Whether the Function that is applied is meant: the class, or a subclass where those are included."""
+        return self.subclasses or call.function is self.function
+
     def signature(self) -> inspect.Signature | None:
         """The signature of ``apply``: that of ``forward`` without ctx; None for Function itself."""
-        import torch
-
         base = torch.autograd.Function
         forward = self.function.forward
         if forward is base.forward:
@@ -106,7 +164,10 @@ class FunctionTarget:
         found = signature_of(forward)
         if found is None or self.function.setup_context is not base.setup_context:
             return found
-        return found.replace(parameters=list(found.parameters.values())[1:])
+        parameters = list(found.parameters.values())
+        if parameters and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL:
+            del parameters[0]
+        return found.replace(parameters=parameters)
 
 
 @attrs.frozen
@@ -114,10 +175,15 @@ class PredicateTarget:
     """Every call for which a predicate is true; made by :func:`where`."""
 
     predicate: Callable[[Call], object]
-    specificity = 0
+    specificity: ClassVar[int] = 0
 
     def __str__(self) -> str:
         return f"where({describe_callable(self.predicate)})"
+
+    @property
+    def name(self) -> str:
+        """What a rule for this target is called by default."""
+        return _short_name(self.predicate)
 
     @property
     def key(self) -> object:
@@ -138,8 +204,9 @@ class PredicateTarget:
             return self.predicate(call)
         except Exception as error:
             raise HookError(
-                f"the predicate {describe_callable(self.predicate)} raised {type(error).__name__}: {error} "
-                f"when it was asked about {call}; a predicate must return true, false or hookkit.decline(reason)"
+                f"the predicate {describe_callable(self.predicate)} ({_declared(self.predicate)}) raised "
+                f"{type(error).__name__}: {error} when it was asked about {call}; a predicate is asked about every "
+                "call of the program and returns true, false or hookkit.decline(reason)"
             ) from error
 
 
@@ -149,17 +216,33 @@ class NameTarget:
 
     module: str
     qualname: str
+    subclasses: bool = True
     _resolved: CallableTarget | FunctionTarget | None = None
     _warned: bool = False
-    specificity = 3
+    specificity: ClassVar[int] = 3
 
     def __str__(self) -> str:
         return f"{self.module}:{self.qualname}"
 
     @property
+    def name(self) -> str:
+        """What a rule for this target is called by default."""
+        return self.qualname.rpartition(".")[2]
+
+    @property
     def key(self) -> object:
         """What two targets have in common when they mean the same calls."""
-        return f"{self.module}:{self.qualname}"
+        return self._resolved.key if self._resolved is not None else str(self)
+
+    @property
+    def state(self) -> str:
+        """How far the name is known: for people who wonder why a rule does not fire."""
+        if self.resolve() is not None:
+            return "resolved"
+        if self.module not in sys.modules:
+            return f"{self.module} is not imported"
+        missing = self._missing()
+        return missing if missing is not None else "not there yet"
 
     def signature(self) -> inspect.Signature | None:
         """The signature of what the name stands for, or None until that is imported."""
@@ -167,38 +250,56 @@ class NameTarget:
         return found.signature() if found is not None else None
 
     def resolve(self) -> CallableTarget | FunctionTarget | None:
-        """What the name stands for, or None while its module is not (wholly) imported.
+        """What the name stands for, or None while that is not there.
 
-        Warns once, with the nearest names, when the module is there and the name is not.
+        Only what is there already is looked at: a module's ``__getattr__``, which may import, is not called.
         """
-        if self._resolved is not None:
-            return self._resolved
-        module = sys.modules.get(self.module)
-        spec = getattr(module, "__spec__", None)
-        if module is None or getattr(spec, "_initializing", False):
-            return None
-        found: Any = module
-        for part in self.qualname.split("."):
-            holder, found = found, getattr(found, part, None)
-            if found is None:
-                self._warn_missing(holder, part)
-                return None
-        target = make_target(found)
-        assert isinstance(target, CallableTarget | FunctionTarget)
-        self._resolved = target
-        return target
+        if self._resolved is None:
+            found = self._follow()[0]
+            if found is not None:
+                target = make_target(found, subclasses=self.subclasses)
+                assert isinstance(target, CallableTarget | FunctionTarget)
+                self._resolved = target
+        return self._resolved
 
-    def _warn_missing(self, holder: Any, part: str) -> None:
-        if self._warned:
-            return
-        self._warned = True
+    def warn_if_missing(self) -> None:
+        """Warn, once, with the nearest names, if the module is there and the name is not."""
+        missing = None if self._warned or self.resolve() is not None else self._missing()
+        if missing is not None:
+            self._warned = True
+            warnings.warn(
+                f"the rule target {str(self)!r} does not resolve: {missing}. Correct the name, or unregister the rule.",
+                TargetWarning,
+                stacklevel=2,
+            )
+
+    def is_being_imported(self) -> bool:
+        """Whether the module is there and its import has not ended."""
+        spec = getattr(sys.modules.get(self.module), "__spec__", None)
+        return bool(getattr(spec, "_initializing", False))
+
+    def _follow(self) -> tuple[Any, Any, str]:
+        """What the name stands for, or None; and the last part that was looked up, and in what."""
+        module = sys.modules.get(self.module)
+        if module is None or self.is_being_imported():
+            return None, None, ""
+        found: Any = module
+        holder: Any = None
+        part = ""
+        for part in self.qualname.split("."):
+            holder = found
+            found = vars(module).get(part) if holder is module else getattr(holder, part, None)
+            if found is None:
+                break
+        return found, holder, part
+
+    def _missing(self) -> str | None:
+        """Why the name is not there although its module is, or None if it may still come."""
+        found, holder, part = self._follow()
+        if holder is None or found is not None or part in dir(holder):
+            return None
         near = difflib.get_close_matches(part, dir(holder), n=3)
-        hint = f"; nearest: {', '.join(near)}" if near else ""
-        warnings.warn(
-            f"the rule target {str(self)!r} does not resolve: {self.module} is imported and has no {part!r}{hint}",
-            TargetWarning,
-            stacklevel=3,
-        )
+        return f"{self.module} is imported and has no {part!r}" + (f"; nearest: {', '.join(near)}" if near else "")
 
 
 Target = CallableTarget | FunctionTarget | NameTarget | PredicateTarget
@@ -209,55 +310,72 @@ def where(predicate: Callable[[Call], object]) -> PredicateTarget:
 
     Args:
         predicate: takes a :class:`hookkit.Call`; returns true, false, or ``hookkit.decline(reason)``. It is asked
-            about every call that the program makes, so it should look at ``call.callable`` first.
+            about every function that the program calls, Python's own and the plumbing of the interpreter left out, so
+            it should look at ``call.callable`` or ``call.name`` first.
 
     Returns:
         A target for :func:`hookkit.rule`.
 
     Raises:
-        RegistrationError: if the predicate is not callable.
+        RegistrationError: if the predicate is not callable with one argument.
 
     Example:
         >>> import hookkit
         >>> target = hookkit.where(lambda call: call.name.startswith("fused_"))
     """
-    if not callable(predicate):
-        raise RegistrationError(f"hookkit.where(...) takes a callable, got {predicate!r}")
+    if not callable(predicate) or isinstance(predicate, type):
+        raise RegistrationError(f"hookkit.where(...) takes a function of one argument, the call; got {predicate!r}")
+    signature = signature_of(predicate)
+    if signature is not None:
+        try:
+            signature.bind(None)
+        except TypeError:
+            raise RegistrationError(
+                f"the predicate {describe_callable(predicate)}{signature} ({_declared(predicate)}) cannot be called "
+                "with one argument, the call"
+            ) from None
     return PredicateTarget(predicate)
 
 
-def make_target(target: Any) -> Target:
+def make_target(target: Any, *, subclasses: bool = True) -> Target:
     """The target that a user's object means.
+
+    Args:
+        target: a callable, a Function subclass, its ``apply``, a dotted name, or a target.
+        subclasses: whether a Function stands for its subclasses, too.
 
     Raises:
         RegistrationError: if it means none.
     """
-    import torch
-
+    base = torch.autograd.Function
     if isinstance(target, CallableTarget | FunctionTarget | NameTarget | PredicateTarget):
         return target
     if isinstance(target, str):
-        module, colon, qualname = target.partition(":")
-        if not (colon and module and qualname):
-            raise RegistrationError(
-                f"the rule target {target!r} is not a name of the form 'package.module:name'; "
-                "write the module, a colon, and the name in the module"
-            )
-        return NameTarget(module, qualname)
+        return _named(target, subclasses)
     if isinstance(target, type):
-        if issubclass(target, torch.autograd.Function):
-            return FunctionTarget(target)
+        if issubclass(target, base):
+            return FunctionTarget(target, subclasses)
         raise RegistrationError(
             f"the rule target {target.__qualname__} is a class, but not a subclass of torch.autograd.Function; "
             "give the function or method that the program calls"
         )
-    owner = getattr(target, "__self__", None)
-    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function) and target == owner.apply:
-        return FunctionTarget(owner)
+    if isinstance(target, base):
+        raise RegistrationError(
+            f"the rule target {target!r} is an instance of the Function {type(target).__name__}; give the class"
+        )
     if not callable(target):
         raise RegistrationError(
             f"the rule target {target!r} ({type(target).__name__}) is not callable; give a callable, a subclass of "
             "torch.autograd.Function, hookkit.where(predicate), or a name 'package.module:name'"
+        )
+    owner = compat.function_owner(target)
+    if owner is not None:
+        return FunctionTarget(owner, subclasses)
+    owner = getattr(target, "__self__", None)
+    if isinstance(target, types.BuiltinMethodType) and not isinstance(owner, type | types.ModuleType | types.NoneType):
+        raise RegistrationError(
+            f"the rule target {target!r} is a method of one {type(owner).__name__}; the interpreter sees the method of "
+            f"the type: give {type(owner).__name__}.{target.__name__}"
         )
     try:
         hash(target)
@@ -268,6 +386,18 @@ def make_target(target: Any) -> Target:
     return CallableTarget(target)
 
 
+def _named(name: str, subclasses: bool) -> NameTarget:
+    module, colon, qualname = name.partition(":")
+    parts = [*module.split("."), *qualname.split(".")]
+    if not colon or not all(part.isidentifier() for part in parts):
+        hint = f"; did you mean {'{}:{}'.format(*name.rpartition('.')[::2])!r}?" if not colon and "." in name else ""
+        raise RegistrationError(
+            f"the rule target {name!r} is not a name of the form 'package.module:name'; write the module, a colon, and "
+            f"the name in the module{hint}"
+        )
+    return NameTarget(module, qualname, subclasses)
+
+
 def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
     """The signature of a callable, or None where Python does not know it (many builtins)."""
     try:
@@ -276,8 +406,56 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
         return None
 
 
+def place_of(function: Any) -> Source | None:
+    """Where a Python function is written, or None for anything else."""
+    code = getattr(inspect.unwrap(function), "__code__", None) if function is not None else None
+    return Source(code.co_filename, code.co_firstlineno) if code is not None else None
+
+
+def is_lambda(function: Any) -> bool:
+    """Whether a callable is a lambda expression."""
+    return isinstance(function, types.FunctionType) and function.__name__ == "<lambda>"
+
+
 def describe_callable(function: Any) -> str:
     """A callable's module and name, for messages."""
-    name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None) or repr(function)
-    module = getattr(function, "__module__", None)
-    return f"{module}.{name}" if module else str(name)
+    if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        return f"torch.ops.{function}"
+    if isinstance(function, CustomOpDef):
+        return f"torch.ops.{function._opoverload}"
+    name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
+    if not isinstance(name, str):
+        return f"{type(function).__module__}.{type(function).__qualname__} object"
+    module = getattr(function, "__module__", None) or getattr(
+        getattr(function, "__objclass__", None), "__module__", None
+    )
+    return f"{module}.{name}" if module else name
+
+
+def _short_name(function: Any) -> str:
+    if is_lambda(function):
+        return "lambda"
+    name = getattr(function, "__name__", None)
+    return name.partition(".")[0] if isinstance(name, str) and name else type(function).__name__
+
+
+def _declared(function: Any) -> str:
+    place = place_of(function)
+    return f"declared at {place}" if place else "a builtin"
+
+
+def _schema_signature(schema: Any) -> inspect.Signature:
+    """The Python signature of an operator of torch, from its schema."""
+    kinds = inspect.Parameter
+    parameters = [
+        kinds(
+            f"{argument.name}_" if keyword.iskeyword(argument.name) else argument.name,
+            kinds.KEYWORD_ONLY if argument.kwarg_only else kinds.POSITIONAL_ONLY,
+            default=argument.default_value if argument.has_default_value() else kinds.empty,
+        )
+        for argument in schema.arguments
+    ]
+    try:
+        return inspect.Signature(parameters)
+    except ValueError:  # a default before an argument without one, which Python does not have
+        return inspect.Signature([p.replace(default=kinds.empty) for p in parameters])

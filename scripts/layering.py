@@ -17,14 +17,14 @@ from pathlib import Path
 # From top to bottom. A module may import modules of lower groups, not of its own group or a higher one. An entry that
 # ends in "/" is a folder, whose modules may import each other; a longer entry inside it takes precedence.
 ORDER = [
+    ["rules/"],
     ["__init__.py"],
     ["__main__.py"],
-    ["rules/"],
     ["testing.py"],
     ["reporting.py"],
     ["plugin.py"],
-    ["rule.py"],
     ["engine/"],
+    ["rule.py"],
     ["registry.py"],
     ["targets.py"],
     ["call.py"],
