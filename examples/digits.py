@@ -138,11 +138,12 @@ class Classifier(nn.Module):
         self.outer = nn.Linear(neurons, CLASSES, dtype=torch.float64)
 
     def forward(self, pixels: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        weight = Quantise.apply(self.inner.weight, 1 / 16, 0.5)
-        potential = LeanNorm.apply(F.linear(pixels, weight, self.inner.bias), self.gain, 1e-5)
+        quantised = Quantise.apply(self.inner.weight, 1 / 16, 0.5)
+        potential = LeanNorm.apply(F.linear(pixels, quantised, self.inner.bias), self.gain, 1e-5)
         spikes = Spike.apply(potential, 0.5, 4.0)
         logits = self.outer(spikes)
-        return smoothed_cross_entropy(logits, labels, 0.1), logits
+        loss = smoothed_cross_entropy(logits, labels, 0.1)
+        return loss, logits
 
 
 @dataclass
@@ -244,8 +245,9 @@ def main(arguments: list[str] | None = None) -> int:
 
     title("The trace of one step, as recorded: each Function and rule is one line, under its own name")
     print(first_trace.python())
-    title("The same step as it runs: the last lines")
-    print(*last_trace.python().splitlines()[-8:], sep="\n")
+    calls = [line for line in last_trace.python().splitlines() if " = torch." in line]
+    title(f"The same step as it runs: {len(calls)} calls of PyTorch in the forward; the last of them")
+    print(*calls[-8:], sep="\n")
 
     differences = compare(eager, compiled)
     title("Result")
