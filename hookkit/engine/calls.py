@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from thunder.core.interpreter import _interpret_call, unwrap, wrap_const
 from thunder.core.jit_ext import get_jit_ctx
 
 from hookkit.call import Call
-from hookkit.engine import gradflow, opaque
+from hookkit.engine import gradflow, opaque, records
 from hookkit.engine.arguments import Bound
 from hookkit.engine.traced import Invocation, trace_call
 from hookkit.engine.tracing import Raised, raise_in_program, user_source
@@ -26,7 +27,7 @@ from hookkit.targets import signature_of
 __all__ = ["lookaside_for"]
 
 _untraceable: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-_running: list[tuple[Rule, Any]] = []
+_running: ContextVar[tuple[tuple[Rule, Any], ...]] = ContextVar("hookkit_running_rules", default=())
 
 
 def lookaside_for(
@@ -43,25 +44,31 @@ def lookaside_for(
     function = unwrap(owner) if owner is not None else None
     if not registry.matching(callee, function):
         return None
-    if function is not None:
-        args, kwargs = _positional(owner, args, kwargs)
-    uargs, ukwargs = unwrap_arguments(args, kwargs)
     trace = get_jit_ctx().computation_trace
-    call = Call(
-        callable=callee,
-        function=function,
-        args=uargs,
-        kwargs=ukwargs,
-        needs=tuple(gradflow.requires_grad(trace, a) for a in uargs),
-        source=user_source(),
-    )
+
+    def details() -> Any:
+        nonlocal args, kwargs
+        if function is not None:
+            args, kwargs = _positional(owner, args, kwargs)
+        uargs, ukwargs = unwrap_arguments(args, kwargs)
+        return uargs, ukwargs, tuple(gradflow.requires_grad(trace, a) for a in uargs), user_source()
+
+    call = Call.pending(callee, function, details)
+    candidates = []
     try:
         for candidate in registry.candidates(call):
-            if candidate.declined is None and (candidate.rule, callee) not in _running:
-                return partial(_take_over, candidate.rule, call, owner, args, kwargs)
+            if (candidate.rule, callee) not in _running.get():
+                candidates.append(candidate)
+                if candidate.declined is None and not records.all_candidates_wanted():
+                    break
     except HookError as error:
         return partial(lambda error, *_, **__: raise_in_program(error), error)
-    return None
+    if not any(c.declined is None for c in candidates):
+        if candidates and records.all_candidates_wanted():
+            records.note(call, candidates, trace)
+        return None
+    record = records.note(call, candidates, trace)
+    return partial(_take_over, record, call, owner, args, kwargs)
 
 
 def _positional(
@@ -94,8 +101,16 @@ def _positional(
 
 
 def _take_over(
-    rule: Rule, call: Call, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any, **__: Any
+    record: records.CallRecord,
+    call: Call,
+    owner: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *_: Any,
+    **__: Any,
 ) -> Any:
+    rule = record.rule
+    assert rule is not None
     invocation = Invocation(
         rule=rule,
         call=call,
@@ -105,38 +120,39 @@ def _take_over(
         kwargs=kwargs,
         grad_mode=bool(get_compile_data().is_grad_enabled),
     )
-    guard = (rule, call.callable) if call.function is None else None
-    if guard:
-        _running.append(guard)
+    # A rule's own provider may call what it stands for; a Function may apply itself to something else.
+    token = _running.set((*_running.get(), (rule, call.callable)) if call.function is None else _running.get())
     try:
-        return _run(invocation)
+        with record.running(get_jit_ctx().computation_trace):
+            return _run(invocation, record)
     except Raised as raised:
         return raise_in_program(raised.error)
     except HookError as error:
         return raise_in_program(error)
     finally:
-        if guard:
-            _running.remove(guard)
+        _running.reset(token)
 
 
-def _run(invocation: Invocation) -> Any:
+def _run(invocation: Invocation, record: records.CallRecord) -> Any:
     rule, call = invocation.rule, invocation.call
     subject = call.function or rule
-    if rule.mode == "opaque":
-        return opaque.opaque_call(invocation, None)
-    if rule.mode == "auto" and subject in _untraceable:
+    if rule.mode == "opaque" or (rule.mode == "auto" and subject in _untraceable):
+        record.became("opaque", 'mode="opaque"' if rule.mode == "opaque" else _untraceable[subject])
         return opaque.opaque_call(invocation, None)
     try:
         if call.function is not None and call.kwargs:
             raise UntraceableError(f"keyword arguments {sorted(call.kwargs)} have no place in forward")
-        return trace_call(invocation)
+        result = trace_call(invocation)
+        record.became("traced")
+        return result
     except Raised as raised:
         if rule.mode == "trace" and isinstance(raised.error, HookError):
             raise
-        return opaque.fall_back(invocation, raised.error, _untraceable)
-    except UntraceableError as error:
-        return opaque.fall_back(invocation, error, _untraceable)
-    except HookError as error:
-        if not rule.opaque_callee:
+        error: BaseException = raised.error
+    except HookError as refusal:
+        if not (rule.opaque_callee or isinstance(refusal, UntraceableError)):
             raise
-        return opaque.fall_back(invocation, error, _untraceable)
+        error = refusal
+    result = opaque.fall_back(invocation, error, _untraceable)
+    record.became("opaque", _untraceable[subject])
+    return result

@@ -171,4 +171,4 @@ def _take_cotangents(backward: Any, kept: list[int]) -> None:
 
 def _unpacks_arguments(bsym: Any) -> bool:
     unpacks = (prims.PrimIDs.UNPACK_SEQUENCE, prims.PrimIDs.UNPACK_TRIVIAL)
-    return bsym.sym.id in unpacks and isinstance(bsym.args[0], CollectionProxy)
+    return bsym.sym.id in unpacks and any(isinstance(a, CollectionProxy) for a in bsym.args)

@@ -1,0 +1,125 @@
+"""What became of each call while a program was traced: written by the engine, read by ``hookkit.reporting``."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import attrs
+from thunder.core.compile_data import _compile_data
+from thunder.core.trace import TraceCtx
+
+from hookkit.call import Call, Source
+from hookkit.registry import Candidate
+from hookkit.rule import Rule
+
+__all__ = ["CallRecord", "Tracing", "all_candidates_wanted", "note", "tracings_of", "want_all_candidates"]
+
+
+@attrs.define(eq=False)
+class CallRecord:
+    """One call that at least one rule could take.
+
+    Attributes:
+        name: what was called.
+        source: where in the user's program.
+        rule: the rule that took the call, or None.
+        candidates: the rules that were asked, in the order of precedence; all of them only where all were wanted.
+        outcome: ``"traced"``, ``"opaque"``, ``"raised"``, or ``"not taken"``.
+        reason: why the call is opaque, or what it raised.
+        symbols: the bound symbols that stand for the call.
+        inside: calls that were made while this one was traced.
+        replays: how often the operations of an earlier call were used again.
+    """
+
+    name: str
+    source: Source | None
+    rule: Rule | None
+    candidates: Sequence[Candidate]
+    outcome: str = "not taken"
+    reason: str | None = None
+    symbols: list[Any] = attrs.Factory(list)
+    inside: list[CallRecord] = attrs.Factory(list)
+    replays: int = 0
+
+    @contextmanager
+    def running(self, trace: TraceCtx) -> Iterator[None]:
+        """The time in which the call is taken over: what is recorded meanwhile stands for it."""
+        token = _running.set(self)
+        scope = trace.peek_scope()
+        assert scope is not None
+        start = len(scope)
+        try:
+            yield
+        except Exception as error:
+            self.outcome, self.reason = "raised", f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            _running.reset(token)
+            self.symbols = [b for b in scope[start:] if str(b.sym.id).startswith("hookkit.")]
+
+    def became(self, outcome: str, reason: str | None = None) -> None:
+        """Note whether the call is traced or opaque, and why."""
+        self.outcome, self.reason = outcome, reason
+        if outcome == "opaque":
+            self.inside.clear()  # of an attempt to trace it
+
+
+@attrs.define(eq=False)
+class Tracing:
+    """The calls of one acquisition of a program.
+
+    ``names`` is the set of names of the trace; thunder hands this very object on to every trace that it makes of it
+    (``from_trace`` in thunder/core/trace.py).
+    """
+
+    names: set[str]
+    calls: list[CallRecord] = attrs.Factory(list)
+
+
+_tracings: weakref.WeakKeyDictionary[Any, list[Tracing]] = weakref.WeakKeyDictionary()
+_running: ContextVar[CallRecord | None] = ContextVar("hookkit_running_call", default=None)
+_all_wanted: ContextVar[bool] = ContextVar("hookkit_all_candidates_wanted", default=False)
+
+
+def all_candidates_wanted() -> bool:
+    """Whether the rules after the one that takes a call are asked, too."""
+    return _all_wanted.get()
+
+
+@contextmanager
+def want_all_candidates() -> Iterator[None]:
+    """Have all rules asked about each call."""
+    token = _all_wanted.set(True)
+    try:
+        yield
+    finally:
+        _all_wanted.reset(token)
+
+
+def note(call: Call, candidates: Sequence[Candidate], trace: TraceCtx) -> CallRecord:
+    """Begin the record of a call in the program that is being traced."""
+    rule = next((c.rule for c in candidates if c.declined is None), None)
+    record = CallRecord(call.name, call.source, rule, candidates)
+    outer = _running.get()
+    if outer is not None:
+        outer.inside.append(record)
+    else:
+        _tracing(trace).calls.append(record)
+    return record
+
+
+def _tracing(trace: TraceCtx) -> Tracing:
+    stats = _compile_data.get()[1]
+    tracings = _tracings.setdefault(stats, [])
+    if not tracings or tracings[-1].names is not trace.names:
+        tracings.append(Tracing(trace.names))
+    return tracings[-1]
+
+
+def tracings_of(stats: Any) -> list[Tracing]:
+    """What was noted for a compiled program's statistics, oldest first."""
+    return _tracings.get(stats, [])
