@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import attrs
+import thunder
 import torch
 from thunder.core import interpreter, jit_ext
 from thunder.core.compile_data import get_compile_data
@@ -18,10 +20,14 @@ from thunder.transforms import autodiff
 from hookkit import compat
 from hookkit.engine import differentiation, gradflow
 from hookkit.engine.calls import lookaside_for
+from hookkit.engine.methods import fallback_of, method_lookup, torch_callee
 from hookkit.registry import registry
 from hookkit.residuals import mark, save
 
 __all__ = ["disable", "enable", "is_enabled"]
+
+# Under this name thunder's record of what a compiled program depends on holds the rules in force.
+RULES_KEY = "hookkit_rules"
 
 _lock = threading.RLock()
 _MISSING = object()
@@ -81,7 +87,6 @@ def enable() -> None:
         True
     """
     with _lock:
-        registry.load()
         if _installed:
             return
         for patch in _patches():
@@ -116,12 +121,34 @@ def _patches() -> list[Patch]:
             ("split_into_forward_and_backward", differentiation.split),
         )
     ]
+    patches.append(Patch(thunder, "_get_cache_info", _cache_info(thunder._get_cache_info)))
     patches += [Patch(table, key, _MISSING) for key in stock_lookasides if key in table]
     return patches
 
 
+def _cache_info(stock: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+    """Thunder's record of what a compiled program depends on, with the rules in force.
+
+    ``get_computation_and_inputs`` in thunder/__init__.py calls it before it looks for a compiled program. What is then
+    in the record, the prologue of a program that is compiled checks (``unpack_inputs`` in thunder/core/jit_ext.py), for
+    which it gets the record by the same call. A prologue that does not ask for the rules was compiled without hookkit.
+    """
+
+    def _get_cache_info() -> dict[str, Any]:
+        info = stock()
+        if RULES_KEY not in info:
+            info[RULES_KEY] = registry.fingerprint()
+        else:
+            caller = sys._getframe(1).f_code
+            if caller.co_name == "prologue" and RULES_KEY not in caller.co_consts:
+                raise RuntimeError("this program was compiled without hookkit's rules")
+        return info
+
+    return _get_cache_info
+
+
 def _lookaside(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """thunder's way of finding what replaces a call, with the rules asked first."""
+    """Thunder's way of finding what replaces a call, with the rules asked first."""
     answers = {torch.is_grad_enabled: interpreter_needs_wrap(_is_grad_enabled)}
     answers[TensorProxy.requires_grad.fget] = interpreter_needs_wrap(_requires_grad)
     native = {f: interpreter_needs_wrap(f) for f in (save, mark)}
@@ -144,8 +171,8 @@ def _lookaside(stock: Callable[..., Any]) -> Callable[..., Any]:
             return lambda *_, **kw: claimed(*rest, **kw)
         if isinstance(fn, torch.fx.GraphModule):
             compat.realise_graph_module(fn)
-        callee = owner.value.apply if owner is not None else fn
-        found = lookaside_for(callee, owner, rest, kwargs)
+        callee = owner.value.apply if owner is not None else torch_callee(fn)
+        found = lookaside_for(callee, owner, rest, kwargs) or method_lookup(fn, args) or fallback_of(fn)
         return found if found is not None else stock(fn, *args, **kwargs)
 
     return general_jit_lookaside
