@@ -17,7 +17,7 @@ script fails if they do not end with the same parameters. Run it with::
 
 The numbers are double precision, because rounding and thresholds jump: eager and compiled code may differ in the last
 bit of a number, one number in a million then falls on the other side of a jump, and from there on the runs train
-apart. In double precision the parameters agree to about 1e-14 after training, far below one float32 rounding.
+apart. In double precision that does not happen, and the parameters agree to far less than one float32 rounding.
 """
 
 from __future__ import annotations
