@@ -62,6 +62,27 @@ class EagerState:
     leaves: dict[int, torch.Tensor]
     anchor: torch.Tensor | None
 
+    def saved_bytes(self) -> int | None:
+        """How much the graph keeps in tensors, each storage once; None if a node does not tell."""
+        sizes: dict[int, int] = {}
+        nodes = [edge.node for edge in self.edges]
+        seen = set()
+        while nodes:
+            node = nodes.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            nodes += [n for n, _ in node.next_functions if n is not None]
+            try:
+                saved = [getattr(node, n) for n in dir(node) if n.startswith("_saved_") or n == "saved_tensors"]
+            except RuntimeError:  # changed in place since it was saved
+                return None
+            for tensor in leaves(saved):
+                if isinstance(tensor, torch.Tensor):
+                    storage = tensor.untyped_storage()._cdata
+                    sizes[storage] = max(sizes.get(storage, 0), tensor.numel() * tensor.element_size())
+        return sum(sizes.values())
+
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor | None]:
         """The gradient of each input that needs one, by the input's index; None where there is none.
 

@@ -75,6 +75,7 @@ class Expected:
         changed: the indices of arguments that are changed in place.
         dirty_outputs: from the place of an output to the index of the changed argument that it is.
         gradients: the indices of arguments that get a gradient.
+        saved_bytes: how much PyTorch keeps for the backward; None if that is not known.
     """
 
     structure: Any
@@ -83,6 +84,7 @@ class Expected:
     changed: list[int]
     dirty_outputs: dict[int, int]
     gradients: list[int]
+    saved_bytes: int | None = None
 
 
 @attrs.define(eq=False)
@@ -405,6 +407,7 @@ def _probe(operator: OpaqueCall, values: list[Any]) -> Expected:
     for leaf in leaves(structure):
         if not isinstance(leaf, (*_PLAIN, Slot)) and not callable(leaf) and not hasattr(leaf, "__module__"):
             raise MetaError(f"{operator.description} returned {type(leaf).__name__}, which is not known before it runs")
+    saved_bytes = result.state.saved_bytes() if result.state is not None else 0
     return Expected(
         structure=structure,
         tensors=[TensorMetadata.of(t) for t in tensors],
@@ -412,6 +415,7 @@ def _probe(operator: OpaqueCall, values: list[Any]) -> Expected:
         changed=sorted(result.changed),
         dirty_outputs=result.dirty_outputs,
         gradients=_probe_gradients(operator, result, tensors),
+        saved_bytes=saved_bytes,
     )
 
 
