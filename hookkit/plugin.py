@@ -8,15 +8,17 @@ from functools import partial
 from typing import Any
 
 import attrs
+import thunder
 import torch
 from thunder.core import interpreter, jit_ext
 from thunder.core.compile_data import get_compile_data
 from thunder.core.interpreter import interpreter_needs_wrap
 from thunder.core.proxies import TensorProxy
+from thunder.executors.torch_autograd import ThunderFunction
 from thunder.transforms import autodiff
 
 from hookkit import compat
-from hookkit.engine import differentiation, gradflow
+from hookkit.engine import connection, differentiation, gradflow
 from hookkit.engine.calls import lookaside_for
 from hookkit.registry import registry
 from hookkit.residuals import mark, save
@@ -115,6 +117,10 @@ def _patches() -> list[Patch]:
             ("grad_transform_on_trace", differentiation.differentiate),
             ("split_into_forward_and_backward", differentiation.split),
         )
+    ]
+    patches += [
+        Patch(thunder, "connect_to_autograd", partial(connection.connect, thunder.connect_to_autograd)),
+        Patch(ThunderFunction, "backward", staticmethod(partial(connection.backward, ThunderFunction.backward))),
     ]
     patches += [Patch(table, key, _MISSING) for key in stock_lookasides if key in table]
     return patches

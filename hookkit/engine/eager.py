@@ -54,6 +54,14 @@ class EagerState:
     """What is kept between the forward and the backward of an opaque call.
 
     It holds edges of the autograd graph, not tensors.
+
+    Attributes:
+        edges: for each output that requires grad its place in the graph.
+        sink: where the gradients of the inputs arrive.
+        entered: the indices of the inputs that came in through the border node.
+        leaves: the parameters that were handed on as they are.
+        anchor: what makes the border node require grad.
+        undefined: in a backward, which outputs of the whole program have no gradient.
     """
 
     edges: list[Any]
@@ -61,6 +69,7 @@ class EagerState:
     entered: list[int]
     leaves: dict[int, torch.Tensor]
     anchor: torch.Tensor | None
+    undefined: list[bool] | None = None
 
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor | None]:
         """The gradient of each input that needs one, by the input's index; None where there is none.

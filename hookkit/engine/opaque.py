@@ -97,6 +97,7 @@ class OpaqueCall:
         grad_mode: whether grad mode is on around the call.
         autocasts: the autocast regions around the call.
         expected: what it returns.
+        program_outputs: from the place of a gradient to that of the program's output whose gradient it is.
     """
 
     description: str
@@ -106,6 +107,7 @@ class OpaqueCall:
     grad_mode: bool
     autocasts: tuple[Autocast, ...]
     expected: Expected | None = None
+    program_outputs: dict[int, int] = attrs.field(factory=dict)
 
     def run(self, values: Sequence[Any], copied: Sequence[int] = ()) -> EagerResult:
         """Call the callee with values in the places of the slots."""
@@ -139,7 +141,12 @@ class OpaqueCall:
         assert self.expected is not None
         if state is None:
             raise MetaError(f"{self.description} returned no tensor that requires grad, although its metadata said so")
-        found = state.backward(gradients)
+        undefined = state.undefined or []
+        given = [
+            None if undefined and self.program_outputs.get(i, -1) >= 0 and undefined[self.program_outputs[i]] else g
+            for i, g in enumerate(gradients)
+        ]
+        found = state.backward(given)
         return tuple(found.get(i) for i in self.expected.gradients)
 
     def _check(self, tensors: list[torch.Tensor], structure: Any, result: EagerResult) -> None:

@@ -139,6 +139,7 @@ class Composite:
 
 def bind(trace: TraceCtx, executor: Any, composite: Composite) -> None:
     """Record a composite as one bound symbol in the trace, and register its gradient with the executor."""
+    composite.name = symbol_name(trace, composite.name)
     kind = gradflow.CALL if composite.explicit else gradflow.TRACED
     symbol = make_symbol(None, composite.name, composite, composite, kind=kind, is_prim=False)
     if composite.backward is not None:

@@ -19,7 +19,7 @@ from hookkit.engine import gradflow
 from hookkit.engine.arguments import Bound
 from hookkit.engine.differentiation import RESIDUAL
 from hookkit.engine.functionalise import functionalise
-from hookkit.engine.symbols import Composite, bind, symbol_name
+from hookkit.engine.symbols import Composite, bind
 from hookkit.engine.tracing import Attempt
 from hookkit.engine.values import (
     broadcasts_to,
@@ -146,7 +146,7 @@ def _without_backward(invocation: Invocation, output: Any, forward: Attempt) -> 
             trace.pop_scope()
     outputs = tuple({p.name: p for p in leaves(output) if isinstance(p, Proxy)}.values())
     composite = Composite(
-        name=symbol_name(trace, invocation.rule.name),
+        name=invocation.rule.name,
         inputs=tuple(_free(forward.bound_symbols)),
         outputs=outputs,
         forward=forward.bound_symbols,
@@ -166,7 +166,7 @@ def _with_backward(
     forward_symbols = list(forward_symbols)
     outputs, returned, own = _own_outputs(invocation, output, residuals, bool(inputs), forward_symbols, last_values)
     composite = Composite(
-        name=symbol_name(trace, rule.name if invocation.call.function is None else invocation.call.name),
+        name=rule.name if invocation.call.function is None else invocation.call.name,
         inputs=(),
         outputs=tuple(outputs),
         forward=forward_symbols,
@@ -194,6 +194,8 @@ def _with_backward(
     composite.input_gradients = tuple(gradients.get(p.name) for p in composite.inputs)
     if composite.backward is None:
         composite.output_gradients = tuple(None for _ in outputs)
+        for constant in outputs:
+            constant.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
     return composite, returned
 
 
@@ -244,9 +246,6 @@ def _own_outputs(
     returned = map_leaves(own, output)
     if swap:
         forward[:] = [b.from_bsym_swap_proxies(swap) for b in forward]
-    if not invocation.grad_mode:
-        for mine in outputs:
-            mine.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
     return outputs, returned, swap
 
 
