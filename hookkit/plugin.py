@@ -20,6 +20,7 @@ from thunder.transforms import autodiff
 from hookkit import compat
 from hookkit.engine import connection, differentiation, gradflow
 from hookkit.engine.calls import lookaside_for
+from hookkit.engine.symbols import export_leaks
 from hookkit.registry import registry
 from hookkit.residuals import mark, save
 
@@ -118,12 +119,20 @@ def _patches() -> list[Patch]:
             ("split_into_forward_and_backward", differentiation.split),
         )
     ]
+    stock_inputs = jit_ext.get_computation_inputs_and_intermediates
     patches += [
+        Patch(jit_ext, "get_computation_inputs_and_intermediates", partial(_inputs_and_intermediates, stock_inputs)),
         Patch(thunder, "connect_to_autograd", partial(connection.connect, thunder.connect_to_autograd)),
         Patch(ThunderFunction, "backward", staticmethod(partial(connection.backward, ThunderFunction.backward))),
     ]
     patches += [Patch(table, key, _MISSING) for key in stock_lookasides if key in table]
     return patches
+
+
+def _inputs_and_intermediates(stock: Callable[..., Any], trace: Any) -> Any:
+    """What thunder asks of a finished trace; by now it is known what composites must return."""
+    export_leaks(trace)
+    return stock(trace)
 
 
 def _lookaside(stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,8 +13,9 @@ from thunder.core.interpreter import _interpret_call, unwrap, wrap_const
 from thunder.core.jit_ext import get_jit_ctx
 
 from hookkit.call import Call
-from hookkit.engine import gradflow, opaque
+from hookkit.engine import gradflow, guards, opaque
 from hookkit.engine.arguments import Bound
+from hookkit.engine.effects import State
 from hookkit.engine.traced import Invocation, trace_call
 from hookkit.engine.tracing import Raised, raise_in_program, user_source
 from hookkit.engine.values import unwrap_arguments
@@ -122,21 +123,39 @@ def _take_over(
 def _run(invocation: Invocation) -> Any:
     rule, call = invocation.rule, invocation.call
     subject = call.function or rule
-    if rule.mode == "opaque":
+    if rule.mode == "opaque" or (rule.mode == "auto" and subject in _untraceable):
         return opaque.opaque_call(invocation, None)
-    if rule.mode == "auto" and subject in _untraceable:
-        return opaque.opaque_call(invocation, None)
+    before = State.reachable_from(_roots(invocation))
+    guarded = guards.mark()
+    error: BaseException
     try:
         if call.function is not None and call.kwargs:
             raise UntraceableError(f"keyword arguments {sorted(call.kwargs)} have no place in forward")
-        return trace_call(invocation)
+        return trace_call(invocation, before)
     except Raised as raised:
         if rule.mode == "trace" and isinstance(raised.error, HookError):
             raise
-        return opaque.fall_back(invocation, raised.error, _untraceable)
-    except UntraceableError as error:
-        return opaque.fall_back(invocation, error, _untraceable)
-    except HookError as error:
-        if not rule.opaque_callee:
+        error = raised.error
+    except HookError as refused:
+        if not (rule.opaque_callee or isinstance(refused, UntraceableError)):
             raise
-        return opaque.fall_back(invocation, error, _untraceable)
+        error = refused
+    before.restore()
+    guards.drop_uncheckable(guarded)
+    return opaque.fall_back(invocation, error, _untraceable)
+
+
+def _roots(invocation: Invocation) -> list[Any]:
+    """What a call's code can reach that is not made by the program while it is traced."""
+    given = [invocation.owner, *invocation.args, *invocation.kwargs.values()]
+    roots = [unwrap(g) for g in given if g is not None and not _is_made_by_program(g.provenance)]
+    if invocation.call.function is None:
+        roots += [invocation.rule.forward, invocation.rule.backward_provider]
+    return roots
+
+
+def _is_made_by_program(provenance: Any) -> bool:
+    instruction = getattr(provenance.inst, "opname", None) or getattr(provenance.inst, "value", provenance.inst)
+    return instruction not in ("INPUT_ARGS", "INPUT_KWARGS", "INPUT_FN", "LOAD_ATTR", "BINARY_SUBSCR", "CONSTANT") or any(
+        _is_made_by_program(p) for p in provenance.inputs
+    )

@@ -23,9 +23,11 @@ from thunder.core.proxies import AnyProxy, NumberProxy, Proxy, TensorProxy
 from thunder.core.trace import tracectx
 from thunder.extend import ImplInfo
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 from hookkit.engine import gradflow
 from hookkit.engine.eager import Autocast, EagerResult, EagerState, fill, provider_callee, run_eagerly, split_tensors
+from hookkit.engine.effects import State
 from hookkit.engine.symbols import make_symbol, symbol_name
 from hookkit.engine.traced import Invocation
 from hookkit.engine.tracing import Raised
@@ -361,9 +363,9 @@ def _find_metadata(
     provider = invocation.rule.meta_provider
     if provider is not None:
         return _from_meta_function(invocation, operator, slots, provider)
-    with _no_side_effects():
+    with _no_side_effects(invocation):
         try:
-            with FakeTensorMode(allow_non_fake_inputs=True):
+            with FakeTensorMode(allow_non_fake_inputs=True), _RefuseMemory():
                 return _probe(operator, [_example(p, None) for p in slots])
         except DynamicOutputShapeException as error:
             raise MetaError(
@@ -480,9 +482,21 @@ def _example(proxy: Proxy, seed: int | None) -> Any:
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
+class _RefuseMemory(TorchFunctionMode):
+    """Refuse the address of a tensor that has no data: C code would read through it."""
+
+    _REFUSED = frozenset({torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.__dlpack__})
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in self._REFUSED:
+            raise NotImplementedError(f"a tensor without data has no {function.__name__}")
+        return function(*args, **(kwargs or {}))
+
+
 @contextlib.contextmanager
-def _no_side_effects() -> Iterator[None]:
-    """Leave the random generators as they are."""
+def _no_side_effects(invocation: Invocation) -> Iterator[None]:
+    """Leave Python state and the random generators as they are; what raises leaves its mark, as in eager."""
+    reachable = State.reachable_from([invocation.call.function or invocation.call.callable, *invocation.call.args])
     state = random.getstate()
     try:
         import numpy
@@ -492,6 +506,7 @@ def _no_side_effects() -> Iterator[None]:
     try:
         with torch.random.fork_rng():
             yield
+        reachable.restore()
     finally:
         random.setstate(state)
         if numpy is not None:

@@ -15,9 +15,10 @@ from thunder.core.proxies import Proxy, ProxyTag, TensorProxy, variableify
 from thunder.core.trace import tracectx
 
 from hookkit.call import Call
-from hookkit.engine import gradflow
+from hookkit.engine import gradflow, guards
 from hookkit.engine.arguments import Bound
 from hookkit.engine.differentiation import RESIDUAL
+from hookkit.engine.effects import State
 from hookkit.engine.functionalise import functionalise
 from hookkit.engine.symbols import Composite, bind
 from hookkit.engine.tracing import Attempt
@@ -82,8 +83,12 @@ class Invocation:
         return [p for p in unique.values() if gradflow.requires_grad(trace, p)]
 
 
-def trace_call(invocation: Invocation) -> Any:
+def trace_call(invocation: Invocation, before: State) -> Any:
     """Trace a call's forward and, where a gradient can be asked for, its backward.
+
+    Args:
+        invocation: the call.
+        before: the Python state that the call's code can reach.
 
     Returns:
         The wrapped result of the call.
@@ -97,8 +102,9 @@ def trace_call(invocation: Invocation) -> Any:
     jit = get_jit_ctx()
     trace = jit.computation_trace
     differentiate = rule.backward_provider is not None
+    guarded = guards.mark()
     inner_mode = invocation.grad_mode and not differentiate
-    with Attempt(grad_mode=inner_mode) as outer:
+    with Attempt(grad_mode=inner_mode):
         with Attempt(grad_mode=inner_mode) as forward:
             wrapped = forward.run(rule.forward, *invocation.provider_arguments(), **invocation.kwargs)
         output, wrapped_residuals = _split(invocation, wrapped)
@@ -109,12 +115,14 @@ def trace_call(invocation: Invocation) -> Any:
             result = _with_backward(invocation, output, residuals, wrapped_residuals, forward)
         else:
             result = _without_backward(invocation, output, forward)
+        unguarded = guards.uncheckable(guarded)
+        if unguarded:
+            raise UntraceableError(f"it depends on values that cannot be guarded: {', '.join(unguarded)}")
+        changed = before.changed()
+        if changed:
+            raise UntraceableError(f"it changes Python state ({', '.join(changed)}), which a trace does not repeat")
     composite, returned = result
-    if composite is not None:
-        bind(trace, jit.ad_hoc_executor, composite)
-    else:
-        scope = trace.peek_scope()
-        scope.extend(outer.bound_symbols)
+    bind(trace, jit.ad_hoc_executor, composite)
     return wrap_result(returned, invocation.owner, *invocation.args)
 
 
@@ -132,7 +140,7 @@ def _split(invocation: Invocation, wrapped: Any) -> tuple[Any, Any]:
     return value, None
 
 
-def _without_backward(invocation: Invocation, output: Any, forward: Attempt) -> tuple[Composite | None, Any]:
+def _without_backward(invocation: Invocation, output: Any, forward: Attempt) -> tuple[Composite, Any]:
     """A composite that thunder differentiates by differentiating its operations."""
     trace = get_jit_ctx().computation_trace
     produced = {o.name for b in forward.bound_symbols for o in b.flat_proxy_outs}
