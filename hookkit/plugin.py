@@ -15,12 +15,14 @@ from thunder.core import interpreter, jit_ext
 from thunder.core.compile_data import get_compile_data
 from thunder.core.interpreter import interpreter_needs_wrap
 from thunder.core.proxies import TensorProxy
+from thunder.executors.torch_autograd import ThunderFunction
 from thunder.transforms import autodiff
 
 from hookkit import compat
-from hookkit.engine import differentiation, gradflow
+from hookkit.engine import connection, differentiation, gradflow
 from hookkit.engine.calls import lookaside_for
 from hookkit.engine.methods import fallback_of, method_lookup, torch_callee
+from hookkit.engine.symbols import export_leaks
 from hookkit.registry import registry
 from hookkit.residuals import mark, save
 
@@ -122,6 +124,12 @@ def _patches() -> list[Patch]:
         )
     ]
     patches.append(Patch(thunder, "_get_cache_info", _cache_info(thunder._get_cache_info)))
+    stock_inputs = jit_ext.get_computation_inputs_and_intermediates
+    patches += [
+        Patch(jit_ext, "get_computation_inputs_and_intermediates", partial(_inputs_and_intermediates, stock_inputs)),
+        Patch(thunder, "connect_to_autograd", partial(connection.connect, thunder.connect_to_autograd)),
+        Patch(ThunderFunction, "backward", staticmethod(partial(connection.backward, ThunderFunction.backward))),
+    ]
     patches += [Patch(table, key, _MISSING) for key in stock_lookasides if key in table]
     return patches
 
@@ -145,6 +153,10 @@ def _cache_info(stock: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, A
         return info
 
     return _get_cache_info
+def _inputs_and_intermediates(stock: Callable[..., Any], trace: Any) -> Any:
+    """What thunder asks of a finished trace; by now it is known what composites must return."""
+    export_leaks(trace)
+    return stock(trace)
 
 
 def _lookaside(stock: Callable[..., Any]) -> Callable[..., Any]:

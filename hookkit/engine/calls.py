@@ -14,8 +14,9 @@ from thunder.core.interpreter import _interpret_call, unwrap, wrap_const
 from thunder.core.jit_ext import get_jit_ctx
 
 from hookkit.call import Call
-from hookkit.engine import gradflow, opaque, records
+from hookkit.engine import gradflow, guards, opaque, records
 from hookkit.engine.arguments import Bound
+from hookkit.engine.effects import State
 from hookkit.engine.traced import Invocation, trace_call
 from hookkit.engine.tracing import Raised, raise_in_program, user_source
 from hookkit.engine.values import unwrap_arguments
@@ -139,20 +140,41 @@ def _run(invocation: Invocation, record: records.CallRecord) -> Any:
     if rule.mode == "opaque" or (rule.mode == "auto" and subject in _untraceable):
         record.became("opaque", 'mode="opaque"' if rule.mode == "opaque" else _untraceable[subject])
         return opaque.opaque_call(invocation, None)
+    before = State.reachable_from(_roots(invocation))
+    guarded = guards.mark()
+    error: BaseException
     try:
         if call.function is not None and call.kwargs:
             raise UntraceableError(f"keyword arguments {sorted(call.kwargs)} have no place in forward")
-        result = trace_call(invocation)
+        result = trace_call(invocation, before)
         record.became("traced")
         return result
     except Raised as raised:
         if rule.mode == "trace" and isinstance(raised.error, HookError):
             raise
-        error: BaseException = raised.error
-    except HookError as refusal:
-        if not (rule.opaque_callee or isinstance(refusal, UntraceableError)):
+        error = raised.error
+    except HookError as refused:
+        if not (rule.opaque_callee or isinstance(refused, UntraceableError)):
             raise
-        error = refusal
+        error = refused
+    before.restore()
+    guards.drop_uncheckable(guarded)
     result = opaque.fall_back(invocation, error, _untraceable)
     record.became("opaque", _untraceable[subject])
     return result
+
+
+def _roots(invocation: Invocation) -> list[Any]:
+    """What a call's code can reach that is not made by the program while it is traced."""
+    given = [invocation.owner, *invocation.args, *invocation.kwargs.values()]
+    roots = [unwrap(g) for g in given if g is not None and not _is_made_by_program(g.provenance)]
+    if invocation.call.function is None:
+        roots += [invocation.rule.forward, invocation.rule.backward_provider]
+    return roots
+
+
+def _is_made_by_program(provenance: Any) -> bool:
+    instruction = getattr(provenance.inst, "opname", None) or getattr(provenance.inst, "value", provenance.inst)
+    return instruction not in ("INPUT_ARGS", "INPUT_KWARGS", "INPUT_FN", "LOAD_ATTR", "BINARY_SUBSCR", "CONSTANT") or any(
+        _is_made_by_program(p) for p in provenance.inputs
+    )

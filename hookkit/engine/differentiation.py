@@ -19,6 +19,7 @@ from thunder.core.symbol import BoundSymbolTag
 from thunder.core.trace import tracectx
 
 from hookkit.engine import gradflow
+from hookkit.engine.connection import Functions
 
 __all__ = ["RESIDUAL", "differentiate", "split"]
 
@@ -35,6 +36,7 @@ class _Tag:
 
 RESIDUAL = _Tag("hookkit.RESIDUAL")
 
+_calls: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
 _differentiable: weakref.WeakKeyDictionary[Any, list[bool]] = weakref.WeakKeyDictionary()
 
 
@@ -51,6 +53,7 @@ def differentiate(stock: Callable[..., Any], trace: Any) -> Any:
                 out.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
     outputs, _ = tree_flatten_with_dataclass(trace.bound_symbols[-1].args[0]["output"])
     _differentiable[get_compile_data()] = [gradflow.requires_grad(trace, o) for o in outputs]
+    _calls[get_compile_data()] = [b.sym.name for b in trace.bound_symbols if gradflow.is_explicit(b)]
     joint = stock(trace)
     _drop_undefined_gradients(joint)
     return joint
@@ -114,8 +117,23 @@ def split(stock: Callable[..., Any], joint: Any) -> tuple[Any, Any]:
     forward = _without_extra_outputs(forward, len(outputs), differentiable)
     if not kept:
         return forward, None
-    _take_cotangents(backward, kept)
+    names = _functions(joint)
+    if names:
+        _save_names(forward, names)
+    _take_cotangents(backward, kept, extra=bool(names))
     return forward, backward
+
+
+def _functions(joint: Any) -> str:
+    """The names of the calls that hookkit took over."""
+    return ", ".join(dict.fromkeys(_calls.pop(get_compile_data(), ())))
+
+
+def _save_names(forward: Any, names: str) -> None:
+    """Hand the names of the calls on to the backward, for its messages."""
+    returned = forward.bound_symbols[-1]
+    values, (tensors, others) = returned.args
+    forward.bound_symbols[-1] = returned.from_bsym(args=(values, (tensors, (*others, Functions(names)))))
 
 
 def _add_something_backward(joint: Any) -> None:
@@ -142,13 +160,21 @@ def _without_extra_outputs(forward: Any, count: int, differentiable: list[bool])
     return forward
 
 
-def _take_cotangents(backward: Any, kept: list[int]) -> None:
+def _take_cotangents(backward: Any, kept: list[int], extra: bool) -> None:
     """Let the backward take the gradients of the outputs that are connected to autograd, and no others.
 
     All that it takes is unpacked, also what it does not use: thunder's ``ThunderFunction`` wants its lists emptied.
     """
     (tensors, others), cotangents = backward.args
     cotangents = [cotangents[i] for i in kept]
+    others = [*others, None] if extra else others
+    places = {c.name: i for i, c in enumerate(cotangents) if isinstance(c, Proxy)}
+    for bsym in backward.bound_symbols:
+        if gradflow.is_opaque_backward(bsym):
+            operator = bsym._call_ctx[bsym.sym.name].__self__
+            operator.program_outputs = {
+                i: places[a.name] for i, a in enumerate(bsym.args[1:]) if isinstance(a, Proxy) and a.name in places
+            }
     body = [b for b in backward.bound_symbols if not _unpacks_arguments(b)]
     names = ("saved_for_backward", "cotangents", "C0", "C1")
     backward.names.difference_update(names)
@@ -171,4 +197,5 @@ def _take_cotangents(backward: Any, kept: list[int]) -> None:
 
 def _unpacks_arguments(bsym: Any) -> bool:
     unpacks = (prims.PrimIDs.UNPACK_SEQUENCE, prims.PrimIDs.UNPACK_TRIVIAL)
-    return bsym.sym.id in unpacks and any(isinstance(a, CollectionProxy) for a in bsym.args)
+    taken = bsym.args[0] if bsym.args else bsym.output
+    return bsym.sym.id in unpacks and isinstance(taken, CollectionProxy)

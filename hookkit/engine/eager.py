@@ -54,6 +54,14 @@ class EagerState:
     """What is kept between the forward and the backward of an opaque call.
 
     It holds edges of the autograd graph, not tensors.
+
+    Attributes:
+        edges: for each output that requires grad its place in the graph.
+        sink: where the gradients of the inputs arrive.
+        entered: the indices of the inputs that came in through the border node.
+        leaves: the parameters that were handed on as they are.
+        anchor: what makes the border node require grad.
+        undefined: in a backward, which outputs of the whole program have no gradient.
     """
 
     edges: list[Any]
@@ -61,6 +69,7 @@ class EagerState:
     entered: list[int]
     leaves: dict[int, torch.Tensor]
     anchor: torch.Tensor | None
+    undefined: list[bool] | None = None
 
     def saved_bytes(self) -> int | None:
         """How much the graph keeps in tensors, each storage once; None if a node does not tell."""

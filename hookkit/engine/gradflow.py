@@ -21,6 +21,7 @@ __all__ = [
     "TRACED",
     "changes_in_place",
     "forget",
+    "is_explicit",
     "is_opaque_backward",
     "requires_grad",
     "set_requires_grad",

@@ -23,9 +23,11 @@ from thunder.core.proxies import AnyProxy, NumberProxy, Proxy, TensorProxy
 from thunder.core.trace import tracectx
 from thunder.extend import ImplInfo
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 from hookkit.engine import gradflow
 from hookkit.engine.eager import Autocast, EagerResult, EagerState, fill, provider_callee, run_eagerly, split_tensors
+from hookkit.engine.effects import State
 from hookkit.engine.symbols import make_symbol, symbol_name
 from hookkit.engine.traced import Invocation
 from hookkit.engine.tracing import Raised
@@ -99,6 +101,7 @@ class OpaqueCall:
         grad_mode: whether grad mode is on around the call.
         autocasts: the autocast regions around the call.
         expected: what it returns.
+        program_outputs: from the place of a gradient to that of the program's output whose gradient it is.
     """
 
     description: str
@@ -108,6 +111,7 @@ class OpaqueCall:
     grad_mode: bool
     autocasts: tuple[Autocast, ...]
     expected: Expected | None = None
+    program_outputs: dict[int, int] = attrs.field(factory=dict)
 
     def run(self, values: Sequence[Any], copied: Sequence[int] = ()) -> EagerResult:
         """Call the callee with values in the places of the slots."""
@@ -141,7 +145,12 @@ class OpaqueCall:
         assert self.expected is not None
         if state is None:
             raise MetaError(f"{self.description} returned no tensor that requires grad, although its metadata said so")
-        found = state.backward(gradients)
+        undefined = state.undefined or []
+        given = [
+            None if undefined and self.program_outputs.get(i, -1) >= 0 and undefined[self.program_outputs[i]] else g
+            for i, g in enumerate(gradients)
+        ]
+        found = state.backward(given)
         return tuple(found.get(i) for i in self.expected.gradients)
 
     def _check(self, tensors: list[torch.Tensor], structure: Any, result: EagerResult) -> None:
@@ -356,9 +365,9 @@ def _find_metadata(
     provider = invocation.rule.meta_provider
     if provider is not None:
         return _from_meta_function(invocation, operator, slots, provider)
-    with _no_side_effects():
+    with _no_side_effects(invocation):
         try:
-            with FakeTensorMode(allow_non_fake_inputs=True):
+            with FakeTensorMode(allow_non_fake_inputs=True), _RefuseMemory():
                 return _probe(operator, [_example(p, None) for p in slots])
         except DynamicOutputShapeException as error:
             raise MetaError(
@@ -477,9 +486,21 @@ def _example(proxy: Proxy, seed: int | None) -> Any:
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
+class _RefuseMemory(TorchFunctionMode):
+    """Refuse the address of a tensor that has no data: C code would read through it."""
+
+    _REFUSED = frozenset({torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.__dlpack__})
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in self._REFUSED:
+            raise NotImplementedError(f"a tensor without data has no {function.__name__}")
+        return function(*args, **(kwargs or {}))
+
+
 @contextlib.contextmanager
-def _no_side_effects() -> Iterator[None]:
-    """Leave the random generators as they are."""
+def _no_side_effects(invocation: Invocation) -> Iterator[None]:
+    """Leave Python state and the random generators as they are; what raises leaves its mark, as in eager."""
+    reachable = State.reachable_from([invocation.call.function or invocation.call.callable, *invocation.call.args])
     state = random.getstate()
     try:
         import numpy
@@ -489,6 +510,7 @@ def _no_side_effects() -> Iterator[None]:
     try:
         with torch.random.fork_rng():
             yield
+        reachable.restore()
     finally:
         random.setstate(state)
         if numpy is not None:

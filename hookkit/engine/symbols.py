@@ -15,15 +15,16 @@ from typing import Any
 
 import attrs
 import thunder
+from thunder.core.jit_ext import get_jit_ctx
 from thunder.core import prims
-from thunder.core.proxies import Proxy, TensorProxy, variableify
+from thunder.core.proxies import Proxy, ProxyTag, TensorProxy, variableify
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, get_tracectx, tracectx
 from thunder.extend import ImplInfo
 
 from hookkit.engine import gradflow
 
-__all__ = ["Composite", "bind", "make_symbol", "symbol_name"]
+__all__ = ["Composite", "bind", "export_leaks", "make_symbol", "symbol_name"]
 
 _serials = itertools.count(1)
 _names: weakref.WeakKeyDictionary[TraceCtx, set[str]] = weakref.WeakKeyDictionary()
@@ -139,6 +140,9 @@ class Composite:
 
 def bind(trace: TraceCtx, executor: Any, composite: Composite) -> None:
     """Record a composite as one bound symbol in the trace, and register its gradient with the executor."""
+    composite.name = symbol_name(trace, composite.name)
+    if composite.explicit:
+        _clear_tags(composite)
     kind = gradflow.CALL if composite.explicit else gradflow.TRACED
     symbol = make_symbol(None, composite.name, composite, composite, kind=kind, is_prim=False)
     if composite.backward is not None:
@@ -159,6 +163,21 @@ def bind(trace: TraceCtx, executor: Any, composite: Composite) -> None:
     scope = trace.peek_scope()
     assert scope is not None
     scope.append(bsym)
+
+
+def _clear_tags(composite: Composite) -> None:
+    """The operations ran with grad mode off, but it is the composite that says what is differentiable.
+
+    thunder's later names for the tensors (the interpreter's swap map) carry the tag, too.
+    """
+    renamed = get_jit_ctx()._proxy_swapmap
+    kept = {o.name for o in composite.outputs}
+    for bsym in composite.forward:
+        for out in bsym.flat_proxy_outs:
+            if out.name not in kept:
+                out.tags.discard(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
+                if (later := renamed.get(variableify(out))) is not None:
+                    later.tags.discard(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
 
 
 def _swapped(env: dict[Any, Any], proxy: Any) -> Any:
@@ -190,3 +209,34 @@ def _like(proxy: Proxy) -> Proxy:
     if isinstance(proxy, TensorProxy):
         return TensorProxy(like=proxy)
     return proxy.replace_name(None)
+
+
+def export_leaks(trace: TraceCtx) -> None:
+    """Let composites return what their forward made and the program uses elsewhere.
+
+    A forward can hand a tensor on otherwise than by returning it: in a list that it was given, say.
+    """
+    made: dict[str, tuple[BoundSymbol, Proxy]] = {}
+    defined: set[str] = set()
+    for bsym in trace.bound_symbols:
+        for arg in bsym.flat_proxy_args:
+            if arg.name not in defined and arg.name in made:
+                source, proxy = made[arg.name]
+                _export(source, proxy)
+                defined.add(proxy.name)
+        defined.update(o.name for o in bsym.flat_proxy_outs)
+        if isinstance(bsym.sym.meta, Composite):
+            for inner in bsym.subsymbols:
+                for out in inner.flat_proxy_outs:
+                    made.setdefault(out.name, (bsym, out))
+
+
+def _export(bsym: BoundSymbol, proxy: Proxy) -> None:
+    composite = bsym.sym.meta
+    assert isinstance(composite, Composite)
+    composite.outputs = (*composite.outputs, proxy)
+    composite.output_gradients = (*composite.output_gradients, None)
+    bsym.output = composite.outputs
+    for cached in ("flat_outs_and_spec", "flat_outs", "flat_proxy_outs", "flat_variableified_proxy_outs", "_var_output"):
+        bsym.__dict__.pop(cached, None)
+    bsym.__dict__.pop("_hash", None)

@@ -15,11 +15,12 @@ from thunder.core.proxies import Proxy, ProxyTag, TensorProxy, variableify
 from thunder.core.trace import tracectx
 
 from hookkit.call import Call
-from hookkit.engine import gradflow
+from hookkit.engine import gradflow, guards
 from hookkit.engine.arguments import Bound
 from hookkit.engine.differentiation import RESIDUAL
+from hookkit.engine.effects import State
 from hookkit.engine.functionalise import functionalise
-from hookkit.engine.symbols import Composite, bind, symbol_name
+from hookkit.engine.symbols import Composite, bind
 from hookkit.engine.tracing import Attempt
 from hookkit.engine.values import (
     broadcasts_to,
@@ -82,8 +83,12 @@ class Invocation:
         return [p for p in unique.values() if gradflow.requires_grad(trace, p)]
 
 
-def trace_call(invocation: Invocation) -> Any:
+def trace_call(invocation: Invocation, before: State) -> Any:
     """Trace a call's forward and, where a gradient can be asked for, its backward.
+
+    Args:
+        invocation: the call.
+        before: the Python state that the call's code can reach.
 
     Returns:
         The wrapped result of the call.
@@ -97,8 +102,9 @@ def trace_call(invocation: Invocation) -> Any:
     jit = get_jit_ctx()
     trace = jit.computation_trace
     differentiate = rule.backward_provider is not None
+    guarded = guards.mark()
     inner_mode = invocation.grad_mode and not differentiate
-    with Attempt(grad_mode=inner_mode) as outer:
+    with Attempt(grad_mode=inner_mode):
         with Attempt(grad_mode=inner_mode) as forward:
             wrapped = forward.run(rule.forward, *invocation.provider_arguments(), **invocation.kwargs)
         output, wrapped_residuals = _split(invocation, wrapped)
@@ -109,12 +115,14 @@ def trace_call(invocation: Invocation) -> Any:
             result = _with_backward(invocation, output, residuals, wrapped_residuals, forward)
         else:
             result = _without_backward(invocation, output, forward)
+        unguarded = guards.uncheckable(guarded)
+        if unguarded:
+            raise UntraceableError(f"it depends on values that cannot be guarded: {', '.join(unguarded)}")
+        changed = before.changed()
+        if changed:
+            raise UntraceableError(f"it changes Python state ({', '.join(changed)}), which a trace does not repeat")
     composite, returned = result
-    if composite is not None:
-        bind(trace, jit.ad_hoc_executor, composite)
-    else:
-        scope = trace.peek_scope()
-        scope.extend(outer.bound_symbols)
+    bind(trace, jit.ad_hoc_executor, composite)
     return wrap_result(returned, invocation.owner, *invocation.args)
 
 
@@ -132,7 +140,7 @@ def _split(invocation: Invocation, wrapped: Any) -> tuple[Any, Any]:
     return value, None
 
 
-def _without_backward(invocation: Invocation, output: Any, forward: Attempt) -> tuple[Composite | None, Any]:
+def _without_backward(invocation: Invocation, output: Any, forward: Attempt) -> tuple[Composite, Any]:
     """A composite that thunder differentiates by differentiating its operations."""
     trace = get_jit_ctx().computation_trace
     produced = {o.name for b in forward.bound_symbols for o in b.flat_proxy_outs}
@@ -146,7 +154,7 @@ def _without_backward(invocation: Invocation, output: Any, forward: Attempt) -> 
             trace.pop_scope()
     outputs = tuple({p.name: p for p in leaves(output) if isinstance(p, Proxy)}.values())
     composite = Composite(
-        name=symbol_name(trace, invocation.rule.name),
+        name=invocation.rule.name,
         inputs=tuple(_free(forward.bound_symbols)),
         outputs=outputs,
         forward=forward.bound_symbols,
@@ -166,7 +174,7 @@ def _with_backward(
     forward_symbols = list(forward_symbols)
     outputs, returned, own = _own_outputs(invocation, output, residuals, bool(inputs), forward_symbols, last_values)
     composite = Composite(
-        name=symbol_name(trace, rule.name if invocation.call.function is None else invocation.call.name),
+        name=rule.name if invocation.call.function is None else invocation.call.name,
         inputs=(),
         outputs=tuple(outputs),
         forward=forward_symbols,
@@ -194,6 +202,8 @@ def _with_backward(
     composite.input_gradients = tuple(gradients.get(p.name) for p in composite.inputs)
     if composite.backward is None:
         composite.output_gradients = tuple(None for _ in outputs)
+        for constant in outputs:
+            constant.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
     return composite, returned
 
 
@@ -244,9 +254,6 @@ def _own_outputs(
     returned = map_leaves(own, output)
     if swap:
         forward[:] = [b.from_bsym_swap_proxies(swap) for b in forward]
-    if not invocation.grad_mode:
-        for mine in outputs:
-            mine.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
     return outputs, returned, swap
 
 

@@ -1,0 +1,67 @@
+"""What hookkit corrects where a compiled program meets PyTorch's autograd at run time.
+
+thunder connects the outputs of a program by one autograd Function. It reads an output that nothing used as zeros, and
+it is differentiable once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hookkit.engine.eager import EagerState
+
+__all__ = ["Functions", "backward", "connect"]
+
+
+class Functions(str):
+    """The names of the calls that hookkit took over in a program; travels with what the forward saves."""
+
+
+def connect(stock: Callable[..., Any], **connection: Any) -> Any:
+    """Connect a program's outputs to autograd, and tell its opaque calls which gradients are undefined.
+
+    Args:
+        stock: ``thunder.executors.torch_autograd.connect_to_autograd``.
+        **connection: its arguments.
+    """
+    stock(**connection)
+    states = [s for s in connection["saved_other"] if isinstance(s, EagerState)]
+    node = next((o.grad_fn for o in connection["flat_output"] if isinstance(o, torch.Tensor)), None)
+    if not states or node is None:
+        return
+    undefined: list[bool] = []
+    for state in states:
+        state.undefined = undefined
+
+    def note(gradients: tuple[torch.Tensor | None, ...]) -> None:
+        undefined[:] = [g is None for g in gradients]
+
+    node.register_prehook(note)
+
+
+def backward(stock: Callable[..., Any], ctx: Any, *gradients: Any) -> Any:
+    """Run a program's backward; a second derivative is refused where eager PyTorch would compute it.
+
+    Args:
+        stock: ``thunder.executors.torch_autograd.ThunderFunction.backward``.
+        ctx: its ctx.
+        *gradients: its gradients.
+    """
+    names = next((o for o in ctx.saved_other or () if isinstance(o, Functions)), None)
+    result = stock(ctx, *gradients)
+    if not torch.is_grad_enabled() or names is None:
+        return result
+    message = (
+        f"the second derivative through {names} is not supported in a program compiled by thunder, which is "
+        "differentiable once (once_differentiable); compute it (create_graph=True) outside the compiled program"
+    )
+    tensors = [g for g in result if isinstance(g, torch.Tensor)]
+    # the refusal must lie on the way from the gradients to the program's inputs
+    inputs = [node.variable for node, _ in ctx.next_functions if hasattr(node, "variable")]
+    inputs += [g for g in gradients if isinstance(g, torch.Tensor) and g.requires_grad]
+    refused = torch._C._functions.DelayedError(message, len(tensors) + len(inputs))(*tensors, *inputs)
+    iterator = iter(refused if isinstance(refused, tuple) else (refused,))
+    return tuple(next(iterator) if isinstance(g, torch.Tensor) else g for g in result)

@@ -1,0 +1,147 @@
+"""Python state that a call's code can reach, so that looking at a call leaves no trace in it.
+
+A Function may count its calls, append to a list, or keep a tensor on a module. thunder runs Python once, when it traces;
+eager PyTorch at every call. A call that changes such state is therefore run opaque, and what was run to find that out
+is undone. Looked at are the cells and globals of the code, the attributes of what is held there, and lists, dicts and
+sets in them.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable
+from typing import Any
+
+import attrs
+import torch
+
+__all__ = ["State"]
+
+_FOREIGN = ("torch", "thunder", "numpy", "hookkit", "builtins", "typing", "functools", "math", "collections")
+_DEPTH = 3
+_MISSING = object()
+
+
+@attrs.define(eq=False)
+class State:
+    """What could be reached, as it was when it was looked at."""
+
+    containers: dict[int, tuple[Any, Any]] = attrs.field(factory=dict)
+    cells: dict[int, tuple[Any, Any]] = attrs.field(factory=dict)
+    names: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = attrs.field(factory=dict)
+    attributes: dict[tuple[int, str], tuple[type[Any], str, Any]] = attrs.field(factory=dict)
+
+    @classmethod
+    def reachable_from(cls, roots: Iterable[Any]) -> State:
+        """Look at what functions, classes and objects can reach."""
+        state = cls()
+        for root in roots:
+            state._visit(root, _DEPTH)
+        return state
+
+    def changed(self) -> list[str]:
+        """What is not as it was, in words."""
+        found = [f"a {type(o).__name__}" for o, copy in self.containers.values() if not _same(o, copy)]
+        found += ["a variable of an enclosing function" for c, v in self.cells.values() if _contents(c) is not v]
+        found += [f"the name {name!r}" for d, name, v in self.names.values() if d.get(name, _MISSING) is not v]
+        found += [f"{c.__qualname__}.{n}" for c, n, v in self.attributes.values() if vars(c).get(n, _MISSING) is not v]
+        return found
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for original, copy in self.containers.values():
+            if _same(original, copy):
+                continue
+            if isinstance(original, list):
+                original[:] = copy
+            else:
+                original.clear()
+                original.update(copy)
+        for cell, value in self.cells.values():
+            if _contents(cell) is not value:
+                cell.cell_contents = value
+        for holder, name, value in self.names.values():
+            if holder.get(name, _MISSING) is not value:
+                if value is _MISSING:
+                    holder.pop(name, None)
+                else:
+                    holder[name] = value
+        for cls, name, value in self.attributes.values():
+            if vars(cls).get(name, _MISSING) is not value:
+                setattr(cls, name, value)
+
+    def _visit(self, value: Any, depth: int) -> None:
+        if depth < 0 or id(value) in self.containers:
+            return
+        if isinstance(value, staticmethod | classmethod | types.MethodType):
+            self._visit(value.__func__, depth)
+            if isinstance(value, types.MethodType):
+                self._visit(value.__self__, depth - 1)
+        elif isinstance(value, types.FunctionType):
+            self._visit_function(value, depth)
+        elif isinstance(value, list | dict | set):
+            self.containers[id(value)] = (value, value.copy())
+            for item in list(value.values()) if isinstance(value, dict) else list(value):
+                if isinstance(item, list | dict | set):
+                    self._visit(item, depth - 1)
+        elif isinstance(value, type):
+            if _is_own(value.__module__):
+                for base in value.__mro__:
+                    if _is_own(base.__module__):
+                        self._visit_class(base, depth)
+        elif type(value).__module__ != "builtins" and not isinstance(value, torch.Tensor | types.ModuleType):
+            attributes = getattr(value, "__dict__", None)
+            if type(attributes) is dict and (_is_own(type(value).__module__) or isinstance(value, torch.nn.Module)):
+                self._visit(attributes, depth)
+
+    def _visit_function(self, function: types.FunctionType, depth: int) -> None:
+        if id(function) in self.cells or not _is_own(function.__module__):
+            return
+        self.cells[id(function)] = (types.CellType(None), None)  # seen
+        self._visit(getattr(function, "__wrapped__", None), depth)
+        for cell in function.__closure__ or ():
+            if id(cell) not in self.cells:
+                content = _contents(cell)
+                self.cells[id(cell)] = (cell, content)
+                self._visit(content, depth - 1)
+        for name in _names(function.__code__):
+            if name in function.__globals__:
+                content = function.__globals__[name]
+                self.names[id(function.__globals__), name] = (function.__globals__, name, content)
+                self._visit(content, depth - 1)
+
+    def _visit_class(self, cls: type[Any], depth: int) -> None:
+        for name, value in list(vars(cls).items()):
+            if isinstance(value, staticmethod | classmethod | types.FunctionType | list | dict | set):
+                self._visit(value, depth)
+            if not (name.startswith("__") or isinstance(value, staticmethod | classmethod | types.FunctionType)):
+                self.attributes[id(cls), name] = (cls, name, value)
+
+
+def _names(code: types.CodeType) -> set[str]:
+    found = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found |= _names(constant)
+    return found
+
+
+def _is_own(module: Any) -> bool:
+    return not (isinstance(module, str) and module.partition(".")[0] in _FOREIGN)
+
+
+def _contents(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _MISSING
+
+
+def _same(original: Any, copy: Any) -> bool:
+    if len(original) != len(copy):
+        return False
+    if isinstance(original, dict):
+        return all(k in copy and copy[k] is v for k, v in original.items())
+    if isinstance(original, set):
+        return bool(original == copy)
+    return all(a is b for a, b in zip(original, copy, strict=True))

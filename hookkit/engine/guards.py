@@ -1,0 +1,58 @@
+"""The guards that interpreting a call adds to the prologue, and which of them thunder's prologue can check.
+
+A prologue reads each guarded value again, the way the program reached it (``unpack_inputs`` in thunder/core/jit_ext.py).
+Some ways it does not know; a call that depends on such a value is not traced.
+"""
+
+from __future__ import annotations
+
+from types import GetSetDescriptorType
+from typing import Any
+
+from thunder.core.interpreter import ProvenanceRecord
+from thunder.core.jit_ext import get_jit_ctx
+from thunder.core.proxies import AnyProxy, Proxy
+
+__all__ = ["drop_uncheckable", "mark", "uncheckable"]
+
+
+def mark() -> int:
+    """How many guards there are."""
+    return len(get_jit_ctx()._constraints)
+
+
+def uncheckable(since: int) -> list[str]:
+    """The guards added since a mark that the prologue cannot check, in words."""
+    return [_describe(c) for c in get_jit_ctx()._constraints[since:] if not _checkable(c)]
+
+
+def drop_uncheckable(since: int) -> None:
+    """Forget the guards, added since a mark for a call that is opaque after all, that could not be checked."""
+    constraints = get_jit_ctx()._constraints
+    constraints[since:] = [c for c in constraints[since:] if _checkable(c)]
+
+
+def _checkable(constraint: Any) -> bool:
+    return all(_can_unpack(a.history) for a in constraint[1:] if isinstance(a, Proxy) and a.history is not None)
+
+
+def _can_unpack(provenance: ProvenanceRecord) -> bool:
+    if isinstance(getattr(provenance, "proxy", None), AnyProxy):
+        return False
+    instruction = getattr(provenance.inst, "opname", None) or getattr(provenance.inst, "value", None)
+    if instruction in ("INPUT_ARGS", "INPUT_KWARGS", "INPUT_FN"):
+        return True
+    if instruction == "CONSTANT":
+        return isinstance(provenance.value, int | str)
+    if instruction in ("LOAD_ATTR", "BINARY_SUBSCR"):
+        return all(_can_unpack(i) for i in provenance.inputs)
+    if instruction == "OPAQUE":
+        function, arguments = provenance.inputs[0], provenance.inputs[1]
+        if getattr(function.value, "__name__", "") == "__getitem__":
+            return all(_can_unpack(i) for i in arguments.inputs)
+        return bool(function.value == GetSetDescriptorType.__get__) and _can_unpack(arguments.inputs[1])
+    return False
+
+
+def _describe(constraint: Any) -> str:
+    return next((str(a.value) if hasattr(a, "value") else repr(a) for a in constraint[1:]), "a value")
