@@ -17,6 +17,7 @@ from hookkit.call import Call
 from hookkit.engine import gradflow, guards, opaque, records
 from hookkit.engine.arguments import Bound
 from hookkit.engine.effects import State
+from hookkit.engine.mutation import Retrace
 from hookkit.engine.traced import Invocation, trace_call
 from hookkit.engine.tracing import Raised, raise_in_program, user_source
 from hookkit.engine.values import unwrap_arguments
@@ -25,7 +26,7 @@ from hookkit.registry import registry
 from hookkit.rule import Rule
 from hookkit.targets import signature_of
 
-__all__ = ["lookaside_for"]
+__all__ = ["lookaside_for", "trace_program"]
 
 _untraceable: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 _running: ContextVar[tuple[tuple[Rule, Any], ...]] = ContextVar("hookkit_running_rules", default=())
@@ -70,6 +71,25 @@ def lookaside_for(
         return None
     record = records.note(call, candidates, trace)
     return partial(_take_over, record, call, owner, args, kwargs)
+
+
+def trace_program(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Trace a program, again if a call that was traced turns out to have to be opaque.
+
+    Args:
+        stock: ``thunder.core.jit_ext.thunder_general_jit``.
+        *args: its arguments.
+        **kwargs: its options.
+    """
+    while True:
+        try:
+            return stock(*args, **kwargs)
+        except Retrace as again:
+            if isinstance(again.subject, Rule) and again.subject.mode == "trace":
+                raise UntraceableError(f"the rule {again.subject.name} cannot be traced: {again.reason}") from None
+            if again.subject in _untraceable:
+                raise HookError(f"{again.subject}: {again.reason}") from None
+            _untraceable[again.subject] = again.reason
 
 
 def _positional(
@@ -136,7 +156,7 @@ def _take_over(
 
 def _run(invocation: Invocation, record: records.CallRecord) -> Any:
     rule, call = invocation.rule, invocation.call
-    subject = call.function or rule
+    subject = invocation.subject
     if rule.mode == "opaque" or (rule.mode == "auto" and subject in _untraceable):
         record.became("opaque", 'mode="opaque"' if rule.mode == "opaque" else _untraceable[subject])
         return opaque.opaque_call(invocation, None)

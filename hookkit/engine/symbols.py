@@ -95,6 +95,8 @@ class Composite:
         backward: the bound symbols that make the input gradients, or None if thunder differentiates ``forward``.
         input_gradients: for each input its gradient, a proxy of ``backward``, or None.
         explicit: whether the outputs' ``requires_grad`` is stated, or follows from the operations.
+        subject: the Function or rule that is remembered if the call must be opaque after all.
+        views: the names of outputs that may share memory with an input.
     """
 
     name: str
@@ -105,7 +107,13 @@ class Composite:
     backward: Sequence[BoundSymbol] | None = None
     input_gradients: tuple[Proxy | None, ...] = ()
     explicit: bool = True
+    subject: Any = None
+    views: frozenset[str] = frozenset()
     _used: bool = False
+
+    def residual_names(self) -> set[str]:
+        """The names of the tensors that the backward reads."""
+        return {a.name for b in self.backward or () for a in b.flat_proxy_args}
 
     def __call__(self, *args: Any) -> Any:
         """Record the operations anew in the active trace, or execute them on real tensors."""

@@ -20,6 +20,7 @@ from hookkit.engine.arguments import Bound
 from hookkit.engine.differentiation import RESIDUAL
 from hookkit.engine.effects import State
 from hookkit.engine.functionalise import functionalise
+from hookkit.engine.mutation import views_of_arguments
 from hookkit.engine.symbols import Composite, bind
 from hookkit.engine.tracing import Attempt
 from hookkit.engine.values import (
@@ -59,6 +60,11 @@ class Invocation:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     grad_mode: bool
+
+    @property
+    def subject(self) -> Any:
+        """What is remembered if the call cannot be traced: the Function, or the rule."""
+        return self.call.function or self.rule
 
     def provider_arguments(self) -> tuple[Any, ...]:
         """The wrapped arguments of the forward provider, the call before them if the rule wants it."""
@@ -178,6 +184,7 @@ def _with_backward(
         inputs=(),
         outputs=tuple(outputs),
         forward=forward_symbols,
+        subject=invocation.subject,
     )
     differentiable = [o for o in outputs if isinstance(o, TensorProxy) and o.requires_grad]
     backward_symbols: list[Any] = []
@@ -200,6 +207,7 @@ def _with_backward(
     with_gradient = [i for i in inputs if i.name in gradients]
     composite.inputs = tuple({p.name: p for p in (*with_gradient, *free)}.values())
     composite.input_gradients = tuple(gradients.get(p.name) for p in composite.inputs)
+    composite.views = views_of_arguments(forward_symbols, outputs)
     if composite.backward is None:
         composite.output_gradients = tuple(None for _ in outputs)
         for constant in outputs:
