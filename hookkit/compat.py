@@ -18,7 +18,14 @@ from torch.autograd import Function
 from torch.fx import GraphModule
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-__all__ = ["function_owner", "graph_is_kept", "higher_order_apply_targets", "importing_thunder", "realise_graph_module"]
+__all__ = [
+    "active_measures",
+    "function_owner",
+    "graph_is_kept",
+    "higher_order_apply_targets",
+    "importing_thunder",
+    "realise_graph_module",
+]
 
 
 def importing_thunder(module: ModuleType) -> AbstractContextManager[None]:
@@ -166,3 +173,17 @@ def graph_is_kept() -> bool:
     if torch._C._current_graph_task_id() == -1:
         return False
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def active_measures() -> list[str]:
+    """Say which parts of this module make a difference with this torch, for bug reports."""
+    measures = []
+    missing = [name for name in _TENSOR_METHODS if not hasattr(torch.Tensor, name)]
+    if missing:
+        measures.append(f"stand-ins for torch.Tensor.{', '.join(missing)} while thunder is imported")
+    if not hasattr(Function.apply, "__func__"):
+        measures.append("a Python classmethod Function.apply while thunder is imported")
+    if len(higher_order_apply_targets()) != 1:
+        measures.append(f"{len(higher_order_apply_targets())} callables mean autograd_function_apply")
+    measures.append("lazily compiled graph modules are made real before they are interpreted")
+    return measures

@@ -18,8 +18,8 @@ from pathlib import Path
 # ends in "/" is a folder, whose modules may import each other; a longer entry inside it takes precedence.
 ORDER = [
     ["rules/"],
-    ["__init__.py"],
     ["__main__.py"],
+    ["__init__.py"],
     ["testing.py"],
     ["reporting.py"],
     ["plugin.py"],

@@ -1,0 +1,116 @@
+"""The command line: ``python -m hookkit`` says what a bug report needs; ``python -m hookkit explain`` explains."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import json
+import platform
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import hookkit
+from hookkit import compat, plugin
+from hookkit.errors import HookError
+from hookkit.registry import ENTRY_POINT_GROUP, entry_points
+from hookkit.reporting import explain
+from hookkit.targets import NameTarget
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        arguments: the arguments after the program's name; those of the process by default.
+
+    Returns:
+        The exit status: 0; 1 if the program to explain cannot be traced; 2 if the arguments are wrong.
+    """
+    parser = argparse.ArgumentParser(prog="python -m hookkit", description=__doc__)
+    commands = parser.add_subparsers(dest="command")
+    command = commands.add_parser("explain", help="say which rules would take which calls of a program")
+    command.add_argument("function", help="the program, as module:function")
+    command.add_argument(
+        "--inputs",
+        help="its example inputs, as module:name of a tuple of arguments, or of a function that returns one; by "
+        "default example_inputs in the program's module",
+    )
+    command.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args(arguments)
+    try:
+        if options.command == "explain":
+            return _explain(options.function, options.inputs, options.json)
+        print(_information())
+    except HookError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _information() -> str:
+    """The versions, compat measures, rules and entry points of this environment."""
+    rules = hookkit.rules()
+    points = [
+        f"{point.name} = {point.value} ({f'{point.dist.name} {point.dist.version}' if point.dist else 'unknown'})"
+        + (", left out by HOOKKIT_DISABLE_PLUGINS" if left_out else "")
+        for point, left_out in entry_points()
+    ]
+    lines = [
+        f"Python    {platform.python_version()} on {platform.platform()}",
+        f"torch     {torch.__version__}",
+        f"thunder   {importlib.metadata.version('lightning-thunder')}",
+        f"hookkit   {hookkit.__version__}, {'enabled' if plugin.is_enabled() else 'disabled'}",
+        *_section("compat measures", compat.active_measures()),
+        *_section("rules", [f"{rule}{_open_names(rule)}" for rule in rules]),
+        *_section(f"entry points {ENTRY_POINT_GROUP!r}", points),
+    ]
+    return "\n".join(lines)
+
+
+def _section(title: str, items: Sequence[str]) -> list[str]:
+    return [f"{title}:", *(f"  {item}" for item in items or ("none",))]
+
+
+def _open_names(rule: hookkit.Rule) -> str:
+    states = [t.state for t in rule.targets if isinstance(t, NameTarget)]
+    missing = [state for state in states if state != "resolved"]
+    return f"; {'; '.join(missing)}" if missing else ""
+
+
+def _explain(function: str, inputs: str | None, as_json: bool) -> int:
+    program = _load(function)
+    given = _load(inputs or f"{function.partition(':')[0]}:example_inputs")
+    arguments = given() if callable(given) else given
+    arguments = arguments if isinstance(arguments, tuple | list) else (arguments,)
+    explanation = explain(program, *arguments)
+    print(json.dumps(explanation.to_dict(), indent=2) if as_json else explanation)
+    return 1 if explanation.error is not None else 0
+
+
+def _load(name: str) -> Any:
+    """What a name ``module:name`` stands for; the module is imported."""
+    module, _, qualname = name.partition(":")
+    if not (module and qualname):
+        raise HookError(f"{name!r} is not of the form module:name")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in qualname.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise HookError(
+            f"{name!r} is not there: {error}. The example inputs of a program are a tuple, or a function that returns "
+            "one, called example_inputs in the program's module, or named with --inputs module:name."
+        ) from error
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
