@@ -231,6 +231,7 @@ def main(arguments: list[str] | None = None) -> int:
     eager = train(eager_model, eager_model, data, steps)
     jitted = thunder.jit(thunder_model)
     compiled = train(jitted, thunder_model, data, steps)
+    report = hookkit.report(jitted)  # of the step compiled last, as the traces are: before the one without gradients
     first_trace, *_, last_trace = thunder.last_traces(jitted)
 
     title("Training")
@@ -241,7 +242,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"eager {accuracy(eager_model, data):.1%}, thunder {accuracy(jitted, data):.1%}")
 
     title("Which rules fired where")
-    print(*hookkit.rules(), sep="\n")
+    print(report)
 
     title("The trace of one step, as recorded: each Function and rule is one line, under its own name")
     print(first_trace.python())
