@@ -26,7 +26,8 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from torch.overrides import TorchFunctionMode
 
 from hookkit.engine import gradflow
-from hookkit.engine.eager import Autocast, EagerResult, EagerState, fill, provider_callee, run_eagerly, split_tensors
+from hookkit.engine.direct import DirectCall, NodeState
+from hookkit.engine.eager import Autocast, EagerResult, OpaqueState, fill, provider_callee, run_eagerly, split_tensors
 from hookkit.engine.effects import State
 from hookkit.engine.symbols import make_symbol, symbol_name
 from hookkit.engine.traced import Invocation
@@ -49,6 +50,15 @@ class TensorMetadata:
     def of(cls, tensor: torch.Tensor) -> TensorMetadata:
         """The metadata of a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype, tensor.device)
+
+    def fits(self, tensor: Any) -> bool:
+        """Whether a value is a tensor with this metadata."""
+        return (
+            isinstance(tensor, torch.Tensor)
+            and tensor.dtype == self.dtype
+            and tensor.shape == self.shape
+            and tensor.device == self.device
+        )
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} on {self.device}"
@@ -83,7 +93,9 @@ class Expected:
     changed: list[int]
     dirty_outputs: dict[int, int]
     gradients: list[int]
+    direct: bool = False
     saved_bytes: int | None = None
+    is_tuple: bool = False
 
 
 @attrs.define(eq=False)
@@ -99,6 +111,7 @@ class OpaqueCall:
         autocasts: the autocast regions around the call.
         expected: what it returns.
         program_outputs: from the place of a gradient to that of the program's output whose gradient it is.
+        direct: the short way of the call, if it has one.
     """
 
     description: str
@@ -109,6 +122,7 @@ class OpaqueCall:
     autocasts: tuple[Autocast, ...]
     expected: Expected | None = None
     program_outputs: dict[int, int] = attrs.field(factory=dict)
+    direct: DirectCall | None = None
 
     def run(self, values: Sequence[Any], copied: Sequence[int] = ()) -> EagerResult:
         """Call the callee with values in the places of the slots."""
@@ -130,6 +144,8 @@ class OpaqueCall:
 
     def forward(self, *values: Any) -> tuple[Any, ...]:
         """What the operator does at run time."""
+        if self.direct is not None:
+            return self._forward_directly(self.direct, values)
         assert self.expected is not None
         result = self.run(values, self.expected.changed)
         tensors, structure = split_tensors(result.output)
@@ -137,12 +153,32 @@ class OpaqueCall:
         outputs = [*tensors, *(result.changed[i] for i in self.expected.changed)]
         return (*outputs, result.state) if self.has_backward else tuple(outputs)
 
-    def backward(self, state: EagerState | None, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def _forward_directly(self, direct: DirectCall, values: Sequence[Any]) -> tuple[Any, ...]:
+        assert self.expected is not None
+        output = direct.run(values)
+        if type(output) is torch.Tensor and not self.expected.is_tuple and self.expected.tensors[0].fits(output):
+            node = output.grad_fn
+            if node is not None:
+                return output.detach(), NodeState(node, direct)
+        outputs = output if isinstance(output, tuple) else (output,)
+        node = getattr(outputs[0], "grad_fn", None)
+        known = len(outputs) == len(self.expected.tensors) and isinstance(output, tuple) is self.expected.is_tuple
+        if not known or not all(m.fits(t) and t.grad_fn is node for m, t in zip(self.expected.tensors, outputs, strict=True)):
+            tensors, structure = split_tensors(output)
+            result = EagerResult(structure, [t.requires_grad for t in tensors], {}, {}, None)
+            self._check(tensors, structure, result)
+            raise MetaError(f"{self.description} returned a tensor that does not require grad, although its metadata said so")
+        return (*(t.detach() for t in outputs), NodeState(node, direct))
+
+    def backward(self, state: OpaqueState | None, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """What the backward operator does at run time."""
         assert self.expected is not None
         if state is None:
             raise MetaError(f"{self.description} returned no tensor that requires grad, although its metadata said so")
-        undefined = state.undefined or []
+        undefined = state.undefined
+        if not undefined or not self.program_outputs:
+            found = state.backward(gradients)
+            return tuple([found.get(i) for i in self.expected.gradients])
         given = [
             None if undefined and self.program_outputs.get(i, -1) >= 0 and undefined[self.program_outputs[i]] else g
             for i, g in enumerate(gradients)
@@ -210,6 +246,8 @@ def opaque_call(invocation: Invocation, pending: BaseException | None) -> Any:
     trace = jit.computation_trace
     operator, slots = _operator(invocation)
     operator.expected = expected = _find_metadata(invocation, operator, slots, pending)
+    if not expected.direct:
+        operator.direct = None
     name = symbol_name(trace, invocation.call.name if invocation.call.function is not None else invocation.rule.name)
 
     def meta(*_: Any) -> tuple[Any, ...]:
@@ -282,7 +320,8 @@ def _operator(invocation: Invocation) -> tuple[OpaqueCall, list[Proxy]]:
         for device, dtype, enabled in get_compile_data().autocast_stack.stack
     )
     needs = tuple(gradflow.requires_grad(trace, p) for p in slots)
-    return OpaqueCall(str(call), callee, arguments, needs, invocation.grad_mode, autocasts), slots
+    direct = DirectCall.of(call.function if rule.opaque_callee else None, arguments, needs)
+    return OpaqueCall(str(call), callee, arguments, needs, invocation.grad_mode, autocasts, direct=direct), slots
 
 
 def _torch_dtype(dtype: Any) -> torch.dtype:
@@ -414,6 +453,7 @@ def _probe(operator: OpaqueCall, values: list[Any]) -> Expected:
         if not isinstance(leaf, (*PLAIN, Slot)) and not callable(leaf) and not hasattr(leaf, "__module__"):
             raise MetaError(f"{operator.description} returned {type(leaf).__name__}, which is not known before it runs")
     saved_bytes = result.state.saved_bytes() if result.state is not None else 0
+    direct = _can_go_directly(operator, result, structure, values)  # before the backward frees what is kept
     return Expected(
         structure=structure,
         tensors=[TensorMetadata.of(t) for t in tensors],
@@ -422,7 +462,20 @@ def _probe(operator: OpaqueCall, values: list[Any]) -> Expected:
         dirty_outputs=result.dirty_outputs,
         gradients=_probe_gradients(operator, result, tensors),
         saved_bytes=saved_bytes,
+        direct=direct,
+        is_tuple=isinstance(structure, tuple),
     )
+
+
+def _can_go_directly(operator: OpaqueCall, result: EagerResult, structure: Any, values: list[Any]) -> bool:
+    """Whether a call can go the short way: all its outputs are tensors that one node owns, and it changes nothing."""
+    flat = isinstance(structure, Slot) or (type(structure) is tuple and all(isinstance(s, Slot) for s in structure))
+    plain = operator.grad_mode and not operator.autocasts and not result.changed
+    if operator.direct is None or result.state is None or not flat or not plain or not all(result.differentiable):
+        return False
+    node = result.state.edges[0].node
+    owned = isinstance(node, torch.autograd.function.BackwardCFunction)
+    return owned and all(e.node is node for e in result.state.edges) and operator.direct.keeps_its_inputs(node, values)
 
 
 def _probe_gradients(operator: OpaqueCall, result: EagerResult, tensors: list[torch.Tensor]) -> list[int]:
