@@ -8,8 +8,8 @@ node does what the engine would: the checks of ``validate_outputs`` (torch/csrc/
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import attrs
 import torch
@@ -33,9 +33,8 @@ class NodeState(OpaqueState):
 
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor | None]:
         """The gradient of each input that needs one, by the input's index."""
-        for gradient in gradients:
-            if gradient is None:
-                return self._through_engine(gradients)
+        if any([g is None for g in gradients]):
+            return self._through_engine(gradients)
         node = self.node
         result = node.apply(*gradients)
         node.maybe_clear_saved_tensors()  # unless the graph is kept
@@ -88,23 +87,48 @@ class DirectCall:
         tensors = [(a.index, place, needs[a.index]) for place, a in enumerate(args) if isinstance(a, Slot)]
         return cls(function, args, needs, places, tensors)
 
-    def run(self, values: Sequence[torch.Tensor]) -> Any:
-        """Apply the Function with grad mode on."""
-        args = list(self.arguments)
-        for index, place, needed in self.tensors:
-            value = values[index]
-            if needed:
-                if not (value.requires_grad and type(value) is torch.nn.Parameter):
-                    value = value.detach().requires_grad_()
-            elif value.requires_grad:
-                value = value.detach()
-            args[place] = value
-        grad_mode = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(True)
-        try:
-            return self.function.apply(*args)
-        finally:
-            torch._C._set_grad_enabled(grad_mode)
+    def operator(self, metadata: Sequence[Any], is_tuple: bool, refuse: Callable[[Any], NoReturn]) -> Callable[..., Any]:
+        """What an opaque call's operator does at run time, as one closure: it is called at every step.
+
+        Args:
+            metadata: for each output shape, dtype and device.
+            is_tuple: whether the outputs come as a tuple.
+            refuse: called with an output that is not as the metadata says.
+        """
+        template, tensors, apply = self.arguments, self.tensors, self.function.apply
+        expected = [(m.shape, m.dtype, m.device) for m in metadata]
+        count, parameter = len(expected), torch.nn.Parameter
+        set_grad_mode, grad_mode = torch._C._set_grad_enabled, torch.is_grad_enabled
+
+        def forward(*values: Any) -> tuple[Any, ...]:
+            args = list(template)
+            for index, place, needed in tensors:
+                value = values[index]
+                if needed:
+                    if not (value.requires_grad and type(value) is parameter):
+                        value = value.detach().requires_grad_()
+                elif value.requires_grad:
+                    value = value.detach()
+                args[place] = value
+            before = grad_mode()
+            set_grad_mode(True)
+            try:
+                output = apply(*args)
+            finally:
+                set_grad_mode(before)
+            outputs = output if is_tuple else (output,)
+            if type(outputs) is not tuple or len(outputs) != count:
+                refuse(output)
+            node = getattr(outputs[0], "grad_fn", None)
+            for tensor, (shape, dtype, device) in zip(outputs, expected, strict=True):
+                fits = isinstance(tensor, torch.Tensor) and tensor.grad_fn is node
+                if not fits or tensor.shape != shape or tensor.dtype is not dtype or tensor.device != device:
+                    refuse(output)
+            if node is None:
+                refuse(output)
+            return (*[t.detach() for t in outputs], NodeState(node, self))
+
+        return forward
 
     def keeps_its_inputs(self, node: Any, values: Sequence[torch.Tensor]) -> bool:
         """Whether the node keeps every tensor that it needs a gradient for, so that handing it on keeps no more."""

@@ -11,7 +11,7 @@ import contextlib
 import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import attrs
 import torch
@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from torch.overrides import TorchFunctionMode
 
 from hookkit.engine import gradflow
-from hookkit.engine.direct import DirectCall, NodeState
+from hookkit.engine.direct import DirectCall
 from hookkit.engine.eager import Autocast, EagerResult, OpaqueState, fill, provider_callee, run_eagerly, split_tensors
 from hookkit.engine.effects import State
 from hookkit.engine.symbols import make_symbol, symbol_name
@@ -51,17 +51,12 @@ class TensorMetadata:
         """The metadata of a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype, tensor.device)
 
-    def fits(self, tensor: Any) -> bool:
-        """Whether a value is a tensor with this metadata."""
-        return (
-            isinstance(tensor, torch.Tensor)
-            and tensor.dtype == self.dtype
-            and tensor.shape == self.shape
-            and tensor.device == self.device
-        )
-
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} on {self.device}"
+
+    def zeros(self) -> torch.Tensor:
+        """A tensor of zeros with this metadata."""
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
     def proxy(self, requires_grad: bool) -> TensorProxy:
         """A new proxy with this metadata."""
@@ -112,6 +107,7 @@ class OpaqueCall:
         expected: what it returns.
         program_outputs: from the place of a gradient to that of the program's output whose gradient it is.
         direct: the short way of the call, if it has one.
+        inputs: the metadata of the slots that get a gradient.
     """
 
     description: str
@@ -123,6 +119,7 @@ class OpaqueCall:
     expected: Expected | None = None
     program_outputs: dict[int, int] = attrs.field(factory=dict)
     direct: DirectCall | None = None
+    inputs: dict[int, TensorMetadata] = attrs.field(factory=dict)
 
     def run(self, values: Sequence[Any], copied: Sequence[int] = ()) -> EagerResult:
         """Call the callee with values in the places of the slots."""
@@ -142,10 +139,15 @@ class OpaqueCall:
         assert self.expected is not None
         return any(self.expected.differentiable)
 
-    def forward(self, *values: Any) -> tuple[Any, ...]:
+    def operator(self) -> Callable[..., Any]:
         """What the operator does at run time."""
+        assert self.expected is not None
         if self.direct is not None:
-            return self._forward_directly(self.direct, values)
+            return self.direct.operator(self.expected.tensors, self.expected.is_tuple, self._refuse)
+        return self.forward
+
+    def forward(self, *values: Any) -> tuple[Any, ...]:
+        """What the operator does at run time, for any callee."""
         assert self.expected is not None
         result = self.run(values, self.expected.changed)
         tensors, structure = split_tensors(result.output)
@@ -153,38 +155,22 @@ class OpaqueCall:
         outputs = [*tensors, *(result.changed[i] for i in self.expected.changed)]
         return (*outputs, result.state) if self.has_backward else tuple(outputs)
 
-    def _forward_directly(self, direct: DirectCall, values: Sequence[Any]) -> tuple[Any, ...]:
-        assert self.expected is not None
-        output = direct.run(values)
-        if type(output) is torch.Tensor and not self.expected.is_tuple and self.expected.tensors[0].fits(output):
-            node = output.grad_fn
-            if node is not None:
-                return output.detach(), NodeState(node, direct)
-        outputs = output if isinstance(output, tuple) else (output,)
-        node = getattr(outputs[0], "grad_fn", None)
-        known = len(outputs) == len(self.expected.tensors) and isinstance(output, tuple) is self.expected.is_tuple
-        if not known or not all(m.fits(t) and t.grad_fn is node for m, t in zip(self.expected.tensors, outputs, strict=True)):
-            tensors, structure = split_tensors(output)
-            result = EagerResult(structure, [t.requires_grad for t in tensors], {}, {}, None)
-            self._check(tensors, structure, result)
-            raise MetaError(f"{self.description} returned a tensor that does not require grad, although its metadata said so")
-        return (*(t.detach() for t in outputs), NodeState(node, direct))
+    def _refuse(self, output: Any) -> NoReturn:
+        tensors, structure = split_tensors(output)
+        self._check(tensors, structure, EagerResult(structure, [t.requires_grad for t in tensors], {}, {}, None))
+        raise MetaError(f"{self.description} returned a tensor that does not require grad, although its metadata said so")
 
     def backward(self, state: OpaqueState | None, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """What the backward operator does at run time."""
         assert self.expected is not None
         if state is None:
             raise MetaError(f"{self.description} returned no tensor that requires grad, although its metadata said so")
-        undefined = state.undefined
-        if not undefined or not self.program_outputs:
-            found = state.backward(gradients)
-            return tuple([found.get(i) for i in self.expected.gradients])
-        given = [
-            None if undefined and self.program_outputs.get(i, -1) >= 0 and undefined[self.program_outputs[i]] else g
-            for i, g in enumerate(gradients)
-        ]
-        found = state.backward(given)
-        return tuple(found.get(i) for i in self.expected.gradients)
+        undefined, places = state.undefined, self.program_outputs
+        if undefined and places:
+            gradients = tuple(None if i in places and undefined[places[i]] else g for i, g in enumerate(gradients))
+        found = state.backward(gradients)
+        # the trace adds gradients up, and None cannot be added
+        return tuple([self.inputs[i].zeros() if (g := found.get(i)) is None else g for i in self.expected.gradients])
 
     def _check(self, tensors: list[torch.Tensor], structure: Any, result: EagerResult) -> None:
         """Compare what the call returned with its metadata.
@@ -255,9 +241,9 @@ def opaque_call(invocation: Invocation, pending: BaseException | None) -> Any:
         outputs += [TensorProxy(like=slots[i], requires_grad=False) for i in expected.changed]
         return (*outputs, AnyProxy(None, prefix="state")) if operator.has_backward else tuple(outputs)
 
-    symbol = make_symbol(jit.ad_hoc_executor, name, meta, operator.forward, kind=gradflow.CALL, is_prim=True, keep=True)
+    symbol = make_symbol(jit.ad_hoc_executor, name, meta, operator.operator(), kind=gradflow.CALL, is_prim=True, keep=True)
     transform = (
-        _gradient_transform(jit.ad_hoc_executor, symbol, name, operator) if operator.has_backward else None
+        _gradient_transform(jit.ad_hoc_executor, symbol, name, operator, slots) if operator.has_backward else None
     )
     jit.ad_hoc_executor._implmap[symbol.id] = ImplInfo(symbol=symbol, grad_transform=transform)
     with tracectx(trace):
@@ -288,7 +274,9 @@ def fall_back(invocation: Invocation, error: BaseException, memory: Any) -> Any:
             'mode="trace"; mode="auto" lets the call run as one opaque operator.'
         ) from error
     result = opaque_call(invocation, error)
-    subject = call.function or rule
+    subject = invocation.subject
+    if not getattr(error, "lasting", True):
+        return result
     if subject not in memory:
         memory[subject] = reason
         warnings.warn(
@@ -353,9 +341,17 @@ def _contents(cell: Any) -> Any:
         return None
 
 
-def _gradient_transform(executor: Any, symbol: Any, name: str, operator: OpaqueCall) -> Callable[..., Any]:
+def _gradient_transform(
+    executor: Any, symbol: Any, name: str, operator: OpaqueCall, slots: list[Any]
+) -> Callable[..., Any]:
     expected = operator.expected
     assert expected is not None
+    operator.inputs = {
+        i: TensorMetadata(
+            tuple(slots[i].shape), dtypes.to_torch_dtype(slots[i].dtype), to_torch_device(slots[i].device)
+        )
+        for i in expected.gradients
+    }
 
     def transform(*args: Any) -> Any:
         results = symbol(*args)
