@@ -19,8 +19,8 @@ from thunder.executors.torch_autograd import ThunderFunction
 from thunder.transforms import autodiff
 
 from hookkit import compat
-from hookkit.engine import connection, differentiation, gradflow
-from hookkit.engine.calls import lookaside_for
+from hookkit.engine import connection, differentiation, gradflow, mutation
+from hookkit.engine.calls import lookaside_for, trace_program
 from hookkit.engine.methods import fallback_of, method_lookup, torch_callee
 from hookkit.engine.symbols import export_leaks
 from hookkit.registry import registry
@@ -127,6 +127,7 @@ def _patches() -> list[Patch]:
     stock_inputs = jit_ext.get_computation_inputs_and_intermediates
     patches += [
         Patch(jit_ext, "get_computation_inputs_and_intermediates", partial(_inputs_and_intermediates, stock_inputs)),
+        Patch(thunder, "thunder_general_jit", partial(trace_program, thunder.thunder_general_jit)),
         Patch(thunder, "connect_to_autograd", partial(connection.connect, thunder.connect_to_autograd)),
         Patch(ThunderFunction, "backward", staticmethod(partial(connection.backward, ThunderFunction.backward))),
     ]
@@ -156,6 +157,7 @@ def _cache_info(stock: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, A
 def _inputs_and_intermediates(stock: Callable[..., Any], trace: Any) -> Any:
     """What thunder asks of a finished trace; by now it is known what composites must return."""
     export_leaks(trace)
+    mutation.check(trace)
     return stock(trace)
 
 

@@ -14,10 +14,11 @@ from thunder.core.interpreter import _interpret_call, unwrap, wrap_const
 from thunder.core.jit_ext import get_jit_ctx
 
 from hookkit.call import Call
-from hookkit.engine import gradflow, guards, opaque, records
+from hookkit.engine import gradflow, guards, opaque, records, replay
 from hookkit.engine.arguments import Bound
 from hookkit.engine.effects import State
-from hookkit.engine.traced import Invocation, trace_call
+from hookkit.engine.mutation import Retrace
+from hookkit.engine.traced import Invocation, bind_call, trace_call
 from hookkit.engine.tracing import Raised, raise_in_program, user_source
 from hookkit.engine.values import unwrap_arguments
 from hookkit.errors import HookError, UntraceableError
@@ -25,7 +26,7 @@ from hookkit.registry import registry
 from hookkit.rule import Rule
 from hookkit.targets import signature_of
 
-__all__ = ["lookaside_for"]
+__all__ = ["lookaside_for", "trace_program"]
 
 _untraceable: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 _running: ContextVar[tuple[tuple[Rule, Any], ...]] = ContextVar("hookkit_running_rules", default=())
@@ -70,6 +71,25 @@ def lookaside_for(
         return None
     record = records.note(call, candidates, trace)
     return partial(_take_over, record, call, owner, args, kwargs)
+
+
+def trace_program(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Trace a program, again if a call that was traced turns out to have to be opaque.
+
+    Args:
+        stock: ``thunder.core.jit_ext.thunder_general_jit``.
+        *args: its arguments.
+        **kwargs: its options.
+    """
+    while True:
+        try:
+            return stock(*args, **kwargs)
+        except Retrace as again:
+            if isinstance(again.subject, Rule) and again.subject.mode == "trace":
+                raise UntraceableError(f"the rule {again.subject.name} cannot be traced: {again.reason}") from None
+            if again.subject in _untraceable:
+                raise HookError(f"{again.subject}: {again.reason}") from None
+            _untraceable[again.subject] = again.reason
 
 
 def _positional(
@@ -136,19 +156,28 @@ def _take_over(
 
 def _run(invocation: Invocation, record: records.CallRecord) -> Any:
     rule, call = invocation.rule, invocation.call
-    subject = call.function or rule
+    subject = invocation.subject
     if rule.mode == "opaque" or (rule.mode == "auto" and subject in _untraceable):
         record.became("opaque", 'mode="opaque"' if rule.mode == "opaque" else _untraceable[subject])
         return opaque.opaque_call(invocation, None)
-    before = State.reachable_from(_roots(invocation))
+    trace = get_jit_ctx().computation_trace
+    key = replay.key_of(invocation)
+    earlier = replay.find(trace, key)
+    if earlier is not None:
+        record.became("traced")
+        record.replays = 1
+        return bind_call(invocation, *replay.instantiate(earlier, invocation))
+    everything, outside = _reachable(invocation)
     guarded = guards.mark()
     error: BaseException
     try:
         if call.function is not None and call.kwargs:
             raise UntraceableError(f"keyword arguments {sorted(call.kwargs)} have no place in forward")
-        result = trace_call(invocation, before)
+        composite, returned = trace_call(invocation, outside)
         record.became("traced")
-        return result
+        if not everything.changed():
+            replay.remember(trace, key, invocation, composite, returned, everything)
+        return bind_call(invocation, composite, returned)
     except Raised as raised:
         if rule.mode == "trace" and isinstance(raised.error, HookError):
             raise
@@ -157,24 +186,19 @@ def _run(invocation: Invocation, record: records.CallRecord) -> Any:
         if not (rule.opaque_callee or isinstance(refused, UntraceableError)):
             raise
         error = refused
-    before.restore()
+    outside.restore()
     guards.drop_uncheckable(guarded)
     result = opaque.fall_back(invocation, error, _untraceable)
     record.became("opaque", _untraceable[subject])
     return result
 
 
-def _roots(invocation: Invocation) -> list[Any]:
-    """What a call's code can reach that is not made by the program while it is traced."""
-    given = [invocation.owner, *invocation.args, *invocation.kwargs.values()]
-    roots = [unwrap(g) for g in given if g is not None and not _is_made_by_program(g.provenance)]
-    if invocation.call.function is None:
-        roots += [invocation.rule.forward, invocation.rule.backward_provider]
-    return roots
-
-
-def _is_made_by_program(provenance: Any) -> bool:
-    instruction = getattr(provenance.inst, "opname", None) or getattr(provenance.inst, "value", provenance.inst)
-    return instruction not in ("INPUT_ARGS", "INPUT_KWARGS", "INPUT_FN", "LOAD_ATTR", "BINARY_SUBSCR", "CONSTANT") or any(
-        _is_made_by_program(p) for p in provenance.inputs
-    )
+def _reachable(invocation: Invocation) -> tuple[State, State]:
+    """What a call's code can reach: all of it, and what is not made by the program while it is traced."""
+    given = [g for g in (invocation.owner, *invocation.args, *invocation.kwargs.values()) if g is not None]
+    providers = [] if invocation.call.function else [invocation.rule.forward, invocation.rule.backward_provider]
+    outside = [g for g in given if not invocation.is_made_by_program(g)]
+    everything = State.reachable_from([*map(unwrap, given), *providers])
+    if len(outside) == len(given):
+        return everything, everything
+    return everything, State.reachable_from([*map(unwrap, outside), *providers])

@@ -8,6 +8,8 @@ sets in them.
 
 from __future__ import annotations
 
+import random
+import sys
 import types
 from collections.abc import Iterable
 from typing import Any
@@ -15,7 +17,7 @@ from typing import Any
 import attrs
 import torch
 
-__all__ = ["State"]
+__all__ = ["Generators", "State"]
 
 _FOREIGN = ("torch", "thunder", "numpy", "hookkit", "builtins", "typing", "functools", "math", "collections")
 _DEPTH = 3
@@ -116,6 +118,27 @@ class State:
                 self._visit(value, depth)
             if not (name.startswith("__") or isinstance(value, staticmethod | classmethod | types.FunctionType)):
                 self.attributes[id(cls), name] = (cls, name, value)
+
+
+@attrs.define(eq=False)
+class Generators:
+    """The random generators whose numbers a trace would repeat: Python's, NumPy's and torch's own."""
+
+    states: tuple[Any, ...]
+
+    @classmethod
+    def now(cls) -> Generators:
+        """Look at the generators."""
+        numpy = sys.modules.get("numpy")
+        drawn = numpy.random.get_state(legacy=False)["state"] if numpy is not None else {}
+        numbers = drawn.get("key"), drawn.get("pos")
+        key = None if numbers[0] is None else (numbers[0].tobytes(), numbers[1])
+        return cls((hash(random.getstate()), hash(key), torch.random.get_rng_state()))
+
+    def drawn_from(self) -> bool:
+        """Whether a number has been drawn since."""
+        python, numpy, torchs = Generators.now().states
+        return bool(python != self.states[0] or numpy != self.states[1] or not torch.equal(torchs, self.states[2]))
 
 
 def _names(code: types.CodeType) -> set[str]:

@@ -31,14 +31,11 @@ from hookkit.engine.effects import State
 from hookkit.engine.symbols import make_symbol, symbol_name
 from hookkit.engine.traced import Invocation
 from hookkit.engine.tracing import Raised
-from hookkit.engine.values import Slot, is_differentiable_dtype, leaves, map_leaves, wrap_result
+from hookkit.engine.values import PLAIN, Slot, is_differentiable_dtype, leaves, map_leaves, wrap_result
 from hookkit.errors import MetaError, MetaWarning, OpaqueFallbackWarning, UntraceableError
 from hookkit.residuals import Residuals
 
 __all__ = ["OpaqueCall", "fall_back", "opaque_call"]
-
-_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout)
-
 
 @attrs.frozen
 class TensorMetadata:
@@ -188,7 +185,7 @@ def _same_structure(a: Any, b: Any) -> bool:
         return list(a) == list(b) and all(_same_structure(a[k], b[k]) for k in a)
     if isinstance(a, tuple | list):
         return len(a) == len(b) and all(map(_same_structure, a, b))
-    if isinstance(a, _PLAIN) or isinstance(a, Slot):
+    if isinstance(a, PLAIN) or isinstance(a, Slot):
         return bool(a == b or (a != a and b != b))
     if attrs.has(type(a)) or hasattr(type(a), "__dataclass_fields__"):
         return _same_structure(dict(vars(a)), dict(vars(b))) if hasattr(a, "__dict__") else bool(a == b)
@@ -414,7 +411,7 @@ def _probe(operator: OpaqueCall, values: list[Any]) -> Expected:
     result = operator.run(values)
     tensors, structure = split_tensors(result.output)
     for leaf in leaves(structure):
-        if not isinstance(leaf, (*_PLAIN, Slot)) and not callable(leaf) and not hasattr(leaf, "__module__"):
+        if not isinstance(leaf, (*PLAIN, Slot)) and not callable(leaf) and not hasattr(leaf, "__module__"):
             raise MetaError(f"{operator.description} returned {type(leaf).__name__}, which is not known before it runs")
     saved_bytes = result.state.saved_bytes() if result.state is not None else 0
     return Expected(

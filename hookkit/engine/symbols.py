@@ -24,7 +24,7 @@ from thunder.extend import ImplInfo
 
 from hookkit.engine import gradflow
 
-__all__ = ["Composite", "bind", "export_leaks", "make_symbol", "symbol_name"]
+__all__ = ["Composite", "bind", "export_leaks", "fresh", "make_symbol", "renamed", "symbol_name"]
 
 _serials = itertools.count(1)
 _names: weakref.WeakKeyDictionary[TraceCtx, set[str]] = weakref.WeakKeyDictionary()
@@ -95,6 +95,10 @@ class Composite:
         backward: the bound symbols that make the input gradients, or None if thunder differentiates ``forward``.
         input_gradients: for each input its gradient, a proxy of ``backward``, or None.
         explicit: whether the outputs' ``requires_grad`` is stated, or follows from the operations.
+        subject: the Function or rule that is remembered if the call must be opaque after all.
+        views: the names of outputs that may share memory with an input.
+        used: whether the recorded operations stand in a trace already, under the names that they have.
+        wanted_name: the name before it was made unique in the trace.
     """
 
     name: str
@@ -105,13 +109,20 @@ class Composite:
     backward: Sequence[BoundSymbol] | None = None
     input_gradients: tuple[Proxy | None, ...] = ()
     explicit: bool = True
-    _used: bool = False
+    subject: Any = None
+    views: frozenset[str] = frozenset()
+    used: bool = False
+    wanted_name: str = ""
+
+    def residual_names(self) -> set[str]:
+        """The names of the tensors that the backward reads."""
+        return {a.name for b in self.backward or () for a in b.flat_proxy_args}
 
     def __call__(self, *args: Any) -> Any:
         """Record the operations anew in the active trace, or execute them on real tensors."""
         if get_tracectx() is None:
             return self._compiled()(*args)
-        self._used = True
+        self.used = True
         return self._replay(args)[0]
 
     def gradient_transform(self, *args: Any) -> Any:
@@ -122,8 +133,8 @@ class Composite:
             if gradient is not None:
                 env[variableify(gradient)] = prims.get_grad(by_name[output.name])
         assert self.backward is not None
-        _record(self.backward, env, fresh=self._used)
-        self._used = True
+        _record(self.backward, env, fresh=self.used)
+        self.used = True
         for given, gradient in zip(args, self.input_gradients, strict=True):
             if gradient is not None:
                 prims.put_grad(given, _swapped(env, gradient))
@@ -131,7 +142,7 @@ class Composite:
 
     def _replay(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[Any, Any]]:
         env = {variableify(i): a for i, a in zip(self.inputs, args, strict=True) if a is not i}
-        _record(self.forward, env, fresh=self._used)
+        _record(self.forward, env, fresh=self.used)
         return tuple(_swapped(env, o) for o in self.outputs), env
 
     def _compiled(self) -> Callable[..., Any]:
@@ -140,6 +151,7 @@ class Composite:
 
 def bind(trace: TraceCtx, executor: Any, composite: Composite) -> None:
     """Record a composite as one bound symbol in the trace, and register its gradient with the executor."""
+    composite.wanted_name = composite.name
     composite.name = symbol_name(trace, composite.name)
     if composite.explicit:
         _clear_tags(composite)
@@ -184,6 +196,15 @@ def _swapped(env: dict[Any, Any], proxy: Any) -> Any:
     return env.get(variableify(proxy), proxy) if isinstance(proxy, Proxy) else proxy
 
 
+def renamed(bsyms: Sequence[BoundSymbol], env: dict[Any, Any]) -> list[BoundSymbol]:
+    """Bound symbols with other inputs, and new names for what they make; ``env`` gets the new proxies."""
+    result = []
+    for bsym in bsyms:
+        _rename(bsym, env)
+        result.append(bsym.from_bsym_swap_proxies(env))
+    return result
+
+
 def _record(bsyms: Sequence[BoundSymbol], env: dict[Any, Any], *, fresh: bool) -> None:
     """Append bound symbols to the active trace with other inputs and, if ``fresh``, with new names for results."""
     trace = get_tracectx()
@@ -200,14 +221,15 @@ def _rename(bsym: BoundSymbol, env: dict[Any, Any]) -> None:
     given = {a.name for a in bsym.flat_proxy_args}
     for out in bsym.flat_proxy_outs:
         if out.name not in given and variableify(out) not in env:
-            env[variableify(out)] = _like(out)
+            env[variableify(out)] = fresh(out)
     for sub in bsym.subsymbols:
         _rename(sub, env)
 
 
-def _like(proxy: Proxy) -> Proxy:
+def fresh(proxy: Proxy) -> Proxy:
+    """A proxy like another, under a new name."""
     if isinstance(proxy, TensorProxy):
-        return TensorProxy(like=proxy)
+        return TensorProxy(like=proxy, requires_grad=proxy.requires_grad, tags=set(proxy.tags))
     return proxy.replace_name(None)
 
 

@@ -18,8 +18,9 @@ from hookkit.call import Call
 from hookkit.engine import gradflow, guards
 from hookkit.engine.arguments import Bound
 from hookkit.engine.differentiation import RESIDUAL
-from hookkit.engine.effects import State
+from hookkit.engine.effects import Generators, State
 from hookkit.engine.functionalise import functionalise
+from hookkit.engine.mutation import views_of_arguments
 from hookkit.engine.symbols import Composite, bind
 from hookkit.engine.tracing import Attempt
 from hookkit.engine.values import (
@@ -35,7 +36,7 @@ from hookkit.errors import GradientError, UntraceableError
 from hookkit.residuals import Residuals
 from hookkit.rule import Rule
 
-__all__ = ["Invocation", "trace_call"]
+__all__ = ["Invocation", "bind_call", "trace_call"]
 
 
 @attrs.define(eq=False)
@@ -60,6 +61,16 @@ class Invocation:
     kwargs: dict[str, Any]
     grad_mode: bool
 
+    @property
+    def subject(self) -> Any:
+        """What is remembered if the call cannot be traced: the Function, or the rule."""
+        return self.call.function or self.rule
+
+    @staticmethod
+    def is_made_by_program(value: Any) -> bool:
+        """Whether a wrapped value was made while the program is traced, so that nothing else can change it."""
+        return _is_made(value.provenance)
+
     def provider_arguments(self) -> tuple[Any, ...]:
         """The wrapped arguments of the forward provider, the call before them if the rule wants it."""
         return (self.wrapped_call(), *self.args) if self.rule.pass_call else self.args
@@ -83,7 +94,15 @@ class Invocation:
         return [p for p in unique.values() if gradflow.requires_grad(trace, p)]
 
 
-def trace_call(invocation: Invocation, before: State) -> Any:
+def _is_made(provenance: Any) -> bool:
+    instruction = getattr(provenance.inst, "opname", None) or getattr(provenance.inst, "value", provenance.inst)
+    return instruction not in _READING or any(_is_made(p) for p in provenance.inputs)
+
+
+_READING = ("INPUT_ARGS", "INPUT_KWARGS", "INPUT_FN", "LOAD_ATTR", "BINARY_SUBSCR", "CONSTANT")
+
+
+def trace_call(invocation: Invocation, before: State) -> tuple[Composite, Any]:
     """Trace a call's forward and, where a gradient can be asked for, its backward.
 
     Args:
@@ -91,7 +110,7 @@ def trace_call(invocation: Invocation, before: State) -> Any:
         before: the Python state that the call's code can reach.
 
     Returns:
-        The wrapped result of the call.
+        The operations, and what the call returns.
 
     Raises:
         Raised: if a provider, or thunder while it interprets one, raises.
@@ -99,10 +118,9 @@ def trace_call(invocation: Invocation, before: State) -> Any:
         GradientError: if the backward provider's gradients do not fit.
     """
     rule = invocation.rule
-    jit = get_jit_ctx()
-    trace = jit.computation_trace
     differentiate = rule.backward_provider is not None
     guarded = guards.mark()
+    generators = Generators.now()
     inner_mode = invocation.grad_mode and not differentiate
     with Attempt(grad_mode=inner_mode):
         with Attempt(grad_mode=inner_mode) as forward:
@@ -121,8 +139,19 @@ def trace_call(invocation: Invocation, before: State) -> Any:
         changed = before.changed()
         if changed:
             raise UntraceableError(f"it changes Python state ({', '.join(changed)}), which a trace does not repeat")
-    composite, returned = result
-    bind(trace, jit.ad_hoc_executor, composite)
+        if generators.drawn_from():
+            raise UntraceableError("it draws random numbers outside of PyTorch's operations, which a trace would repeat")
+    return result
+
+
+def bind_call(invocation: Invocation, composite: Composite, returned: Any) -> Any:
+    """Record a call's operations as one symbol.
+
+    Returns:
+        The wrapped result of the call.
+    """
+    jit = get_jit_ctx()
+    bind(jit.computation_trace, jit.ad_hoc_executor, composite)
     return wrap_result(returned, invocation.owner, *invocation.args)
 
 
@@ -178,6 +207,7 @@ def _with_backward(
         inputs=(),
         outputs=tuple(outputs),
         forward=forward_symbols,
+        subject=invocation.subject,
     )
     differentiable = [o for o in outputs if isinstance(o, TensorProxy) and o.requires_grad]
     backward_symbols: list[Any] = []
@@ -200,6 +230,7 @@ def _with_backward(
     with_gradient = [i for i in inputs if i.name in gradients]
     composite.inputs = tuple({p.name: p for p in (*with_gradient, *free)}.values())
     composite.input_gradients = tuple(gradients.get(p.name) for p in composite.inputs)
+    composite.views = views_of_arguments(forward_symbols, outputs)
     if composite.backward is None:
         composite.output_gradients = tuple(None for _ in outputs)
         for constant in outputs:

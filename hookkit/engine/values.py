@@ -18,6 +18,7 @@ from thunder.core.jit_ext import get_jit_ctx
 from thunder.core.proxies import Proxy, TensorProxy
 
 __all__ = [
+    "PLAIN",
     "Slot",
     "broadcasts_to",
     "is_differentiable_dtype",
@@ -135,6 +136,10 @@ def is_differentiable_dtype(tensor: Any) -> bool:
     if isinstance(tensor, TensorProxy):
         return bool(dtypes.is_inexact_dtype(tensor.dtype))
     return bool(tensor.dtype.is_floating_point or tensor.dtype.is_complex)
+
+
+# Values that are what they look like.
+PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout)
 
 
 @attrs.frozen

@@ -1,0 +1,102 @@
+"""In-place operations of the program on tensors that a call keeps, or that share memory with what it returned.
+
+Eager PyTorch watches these with version counters and view tracking; a trace does not. They are looked for when the
+program is traced: a call whose residuals are changed later is made opaque, so that PyTorch's own version counters see
+it; a view that a custom Function returned must not be changed, as in eager.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import thunder.torch as ltorch
+from thunder.core.proxies import TensorProxy
+
+from hookkit.engine.gradflow import changes_in_place
+from hookkit.engine.symbols import Composite
+from hookkit.errors import HookError
+
+__all__ = ["Retrace", "check", "views_of_arguments"]
+
+
+class Retrace(Exception):
+    """What a call assumed turned out to be false; the program is traced again with the call opaque."""
+
+    def __init__(self, subject: Any, reason: str) -> None:
+        super().__init__(reason)
+        self.subject = subject
+        self.reason = reason
+
+
+def check(trace: Any) -> None:
+    """Look through a traced program for in-place operations that a call cannot stand.
+
+    Raises:
+        Retrace: if a residual of a traced call is changed.
+        HookError: if a view that a call returned is changed.
+    """
+    if not any(changes_in_place(b) for b in trace.bound_symbols):
+        return
+    sharing = _Sharing()
+    residuals: dict[str, Composite] = {}
+    views: dict[str, str] = {}
+    for bsym in trace.bound_symbols:
+        if changes_in_place(bsym):
+            target = next(a for a in bsym.flat_proxy_args if isinstance(a, TensorProxy))
+            for name in sharing.group(target.name):
+                if name in residuals:
+                    call = residuals[name]
+                    raise Retrace(call.subject, f"{bsym.sym.name} changes a tensor that its backward needs, in place")
+                if name in views:
+                    raise HookError(
+                        f"{bsym.sym.name} changes the result of {views[name]} in place, which shares memory with an "
+                        "argument of the call; eager PyTorch refuses that for views made in a custom Function "
+                        f"({bsym.source_filename}). Clone the result first."
+                    )
+        _note_sharing(sharing, bsym)
+        call = bsym.sym.meta
+        if isinstance(call, Composite) and call.backward is not None:
+            residuals.update(dict.fromkeys(call.residual_names(), call))
+        for name in getattr(call, "views", ()):
+            views[name] = bsym.sym.name
+
+
+class _Sharing:
+    """Which tensors share memory."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, set[str]] = {}
+
+    def group(self, name: str) -> set[str]:
+        return self._groups.get(name, {name})
+
+    def join(self, a: str, b: str) -> None:
+        group = self.group(a) | self.group(b)
+        for name in group:
+            self._groups[name] = group
+
+
+def _note_sharing(sharing: _Sharing, bsym: Any) -> None:
+    if not (_may_view(bsym) or changes_in_place(bsym)):
+        return
+    inputs = [a.name for a in bsym.flat_proxy_args if isinstance(a, TensorProxy)]
+    for out in bsym.flat_proxy_outs:
+        if inputs and isinstance(out, TensorProxy):
+            sharing.join(inputs[0], out.name)
+
+
+def _may_view(bsym: Any) -> bool:
+    symbols = (ltorch._syms_returning_views, ltorch._syms_that_may_return_views)
+    return any(bsym.sym in s for s in symbols) or bsym.sym.name in ("detach", "shallow_copy")
+
+
+def views_of_arguments(forward: Any, outputs: Any) -> frozenset[str]:
+    """The outputs of recorded operations that may share memory with tensors from outside."""
+    sharing = _Sharing()
+    made: set[str] = set()
+    outside: set[str] = set()
+    for bsym in forward:
+        outside.update(a.name for a in bsym.flat_proxy_args if a.name not in made)
+        made.update(o.name for o in bsym.flat_proxy_outs)
+        _note_sharing(sharing, bsym)
+    return frozenset(o.name for o in outputs if sharing.group(o.name) & outside)

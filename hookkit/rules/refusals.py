@@ -1,0 +1,30 @@
+"""What a program compiled by thunder cannot do with autograd, refused in words; a Function that does it runs opaque.
+
+thunder differentiates a trace after it is made: while the program is traced there is no graph to ask for gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+
+import hookkit
+
+__all__ = ["autograd_inside"]
+
+FUNCTIONS = [torch.autograd.grad, torch.autograd.backward, torch.vmap]
+FUNCTIONS += [
+    getattr(torch.func, name)
+    for name in ("grad", "grad_and_value", "hessian", "jacfwd", "jacrev", "jvp", "linearize", "vjp")
+    if hasattr(torch.func, name)
+]
+
+
+@hookkit.rule(FUNCTIONS, mode="trace", pass_call=True, priority=-100)
+def autograd_inside(call: hookkit.Call, *args: Any, **kwargs: Any) -> NoReturn:
+    """Refuse to differentiate inside a traced program."""
+    raise hookkit.HookError(
+        f"{call} is not supported inside a program compiled by thunder: there is no autograd graph while it is traced. "
+        "Call it outside the compiled program, or inside a torch.autograd.Function, which then runs as one operator."
+    )
