@@ -95,10 +95,11 @@ class EagerState(OpaqueState):
                 saved = [getattr(node, n) for n in dir(node) if n.startswith("_saved_") or n == "saved_tensors"]
             except RuntimeError:  # changed in place since it was saved
                 return None
-            for tensor in leaves(saved):
-                if isinstance(tensor, torch.Tensor):
-                    storage = tensor.untyped_storage()._cdata
-                    sizes[storage] = max(sizes.get(storage, 0), tensor.numel() * tensor.element_size())
+            with torch._C.DisableTorchFunction():  # a mode that refuses the storage of tensors without data
+                for tensor in leaves(saved):
+                    if isinstance(tensor, torch.Tensor):
+                        storage = tensor.untyped_storage()._cdata
+                        sizes[storage] = max(sizes.get(storage, 0), tensor.numel() * tensor.element_size())
         return sum(sizes.values())
 
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor | None]:
