@@ -49,6 +49,15 @@ class State:
         found += [f"{c.__qualname__}.{n}" for c, n, v in self.attributes.values() if vars(c).get(n, _MISSING) is not v]
         return found
 
+    def overwritten(self) -> bool:
+        """Whether a container holds another value than it did; one taken out, or None in its place, frees memory."""
+        return any(
+            any(v is not None and v is not copy.get(k, _MISSING) for k, v in original.items())
+            if isinstance(original, dict)
+            else not _same(original, copy)
+            for original, copy in self.containers.values()
+        )
+
     def restore(self) -> None:
         """Put everything back."""
         for original, copy in self.containers.values():
