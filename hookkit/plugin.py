@@ -21,6 +21,7 @@ from thunder.transforms import autodiff
 from hookkit import compat
 from hookkit.engine import connection, differentiation, gradflow, mutation
 from hookkit.engine.calls import lookaside_for, trace_program
+from hookkit.engine.iteration import iterator_lookaside
 from hookkit.engine.methods import fallback_of, method_lookup, torch_callee
 from hookkit.engine.symbols import export_leaks
 from hookkit.registry import registry
@@ -187,6 +188,7 @@ def _lookaside(stock: Callable[..., Any]) -> Callable[..., Any]:
             compat.realise_graph_module(fn)
         callee = owner.value.apply if owner is not None else torch_callee(fn)
         found = lookaside_for(callee, owner, rest, kwargs) or method_lookup(fn, args) or fallback_of(fn)
+        found = found or iterator_lookaside(fn, args)
         return found if found is not None else stock(fn, *args, **kwargs)
 
     return general_jit_lookaside
