@@ -16,7 +16,7 @@ from thunder.core.jit_ext import get_jit_ctx
 from hookkit.call import Call
 from hookkit.engine import gradflow, guards, opaque, records, replay
 from hookkit.engine.arguments import Bound
-from hookkit.engine.effects import State
+from hookkit.engine.effects import Generators, State
 from hookkit.engine.mutation import Retrace
 from hookkit.engine.traced import Invocation, bind_call, trace_call
 from hookkit.engine.tracing import Raised, raise_in_program, user_source
@@ -168,6 +168,7 @@ def _run(invocation: Invocation, record: records.CallRecord) -> Any:
         record.replays = 1
         return bind_call(invocation, *replay.instantiate(earlier, invocation))
     everything, outside = _reachable(invocation)
+    generators = Generators.now()
     guarded = guards.mark()
     error: BaseException
     try:
@@ -187,6 +188,7 @@ def _run(invocation: Invocation, record: records.CallRecord) -> Any:
             raise
         error = refused
     outside.restore()
+    generators.restore()
     guards.drop_uncheckable(guarded)
     result = opaque.fall_back(invocation, error, _untraceable)
     record.became("opaque", _untraceable[subject])

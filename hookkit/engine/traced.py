@@ -126,6 +126,8 @@ def trace_call(invocation: Invocation, before: State) -> tuple[Composite, Any]:
     with Attempt(grad_mode=inner_mode):
         with Attempt(grad_mode=inner_mode) as forward:
             wrapped = forward.run(rule.forward, *invocation.provider_arguments(), **invocation.kwargs)
+        if any(not invocation.is_made_by_program(modified) for modified, _ in forward.written()):
+            raise UntraceableError("it sets attributes of an object from outside, which a trace does not repeat")
         output, wrapped_residuals = _split(invocation, wrapped)
         residuals = unwrap(wrapped_residuals) if wrapped_residuals is not None else Residuals({})
         if residuals._marks.dirty:
@@ -347,7 +349,7 @@ def _run_backward(
         leading = (invocation.wrapped_call(),) if rule.pass_call else ()
         kept = State.reachable_from(_held(unwrap(wrapped_residuals)))
         result = unwrap(backward.run(rule.backward_provider, *leading, wrapped_residuals, *wrapped_arguments))
-        if kept.overwritten() or any(value is not None for value in backward.written()):
+        if kept.overwritten() or any(value is not None for _, value in backward.written()):
             raise UntraceableError("its backward changes what the forward kept for it: a second backward would see that")
         pairs = invocation.bound.pair_gradients(rule, result)
         with tracectx(trace):

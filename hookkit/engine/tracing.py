@@ -81,13 +81,13 @@ class Attempt:
             raise Raised(error, interpreted=True)
         return result
 
-    def written(self) -> list[Any]:
-        """What the code that ran set as attributes of objects that were there before.
+    def written(self) -> list[tuple[Any, Any]]:
+        """The dicts of objects that were there before in which the code that ran set an attribute, and its value.
 
         thunder does not set them; it notes them for the program's epilogue (``_general_jit_object_setattr_lookaside``).
         """
         notes = self._jit._additional_outputs.items()
-        return [unwrap(note[-1]) for modified, entries in notes for note in entries[self._modifications.get(modified, 0) :]]
+        return [(d, unwrap(note[-1])) for d, entries in notes for note in entries[self._modifications.get(d, 0) :]]
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         trace = self._trace
