@@ -17,6 +17,7 @@ from typing import Any
 
 import attrs
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["Generators", "State", "WritesUndone"]
@@ -190,7 +191,8 @@ class WritesUndone(TorchDispatchMode):
             if parameter.alias_info is not None and parameter.alias_info.is_write:
                 for tensor in value if isinstance(value, list | tuple) else [value]:
                     if type(tensor) is torch.Tensor and id(tensor) not in self._tensors:
-                        self._tensors[id(tensor)] = (tensor, tensor.clone())
+                        with unset_fake_temporarily():
+                            self._tensors[id(tensor)] = (tensor, tensor.clone())
             elif isinstance(value, torch.Generator) and id(value) not in self._generators:
                 self._generators[id(value)] = (value, value.get_state())
         return function(*args, **kwargs)
