@@ -114,9 +114,7 @@ def disable() -> None:
 
 def _patches() -> list[Patch]:
     stock = jit_ext.general_jit_lookaside
-    table = jit_ext._general_jit_lookaside_map
     patches = [Patch(jit_ext, "general_jit_lookaside", _lookaside(stock))]
-    stock_lookasides = [getattr(torch.autograd.Function.apply, "__func__", None), *compat.higher_order_apply_targets()]
     patches += [
         Patch(autodiff, name, partial(correction, getattr(autodiff, name)))
         for name, correction in (
@@ -132,7 +130,6 @@ def _patches() -> list[Patch]:
         Patch(thunder, "connect_to_autograd", partial(connection.connect, thunder.connect_to_autograd)),
         Patch(ThunderFunction, "backward", staticmethod(partial(connection.backward, ThunderFunction.backward))),
     ]
-    patches += [Patch(table, key, _MISSING) for key in stock_lookasides if key in table]
     return patches
 
 

@@ -159,6 +159,7 @@ class Registry:
         self._tables = Tables.of(())
         self._outdated = False
         self._claims: dict[tuple[object, int], Rule] = {}
+        self._unresolved: list[NameTarget] = []
         self._lambdas: dict[Source, tuple[Rule, object]] = {}
         self._loading = False
         self._loaded = False
@@ -176,14 +177,16 @@ class Registry:
             RegistrationError: if a target is a lambda, and another one of the same line is a target, too.
         """
         with self._lock:
-            if any(t.resolve() is not None for t in self._tables.names):
+            if any(name.resolve() is not None for name in self._unresolved):
                 self._claims = {claim: r for r in self._rules for claim in _claims_of(r)}
+                self._unresolved = [name for name in self._unresolved if name.resolve() is None]
             for claim in _claims_of(rule):
                 if claim in self._claims:
                     raise _conflict(self._claims[claim], rule)
             lambdas = self._lambdas_of(rule)
             self._lambdas.update(lambdas)
             self._claims.update(dict.fromkeys(_claims_of(rule), rule))
+            self._unresolved += [t for t in rule.targets if isinstance(t, NameTarget) and t.resolve() is None]
             self._rules = (*self._rules, rule)
             self._outdated = True
 

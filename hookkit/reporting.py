@@ -195,9 +195,7 @@ class Report:
 
     def __str__(self) -> str:
         calls = self.calls
-        lines = [
-            f"{_count(len(calls), 'call')} taken by rules; the program saves {_size(self.saved_bytes)} for backward"
-        ]
+        lines = [f"{_count(len(calls), 'call')} taken by rules; {_size(self.saved_bytes)} saved for backward in all"]
         if calls:
             header = ("call", "rule", "where", "how", "forward", "backward", "saved", "replayed")
             table = [header, *(_row(call) for call in calls)]

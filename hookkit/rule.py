@@ -331,6 +331,11 @@ def rule(
     def declare(forward: Callable[..., Any] | None) -> Rule:
         if isinstance(forward, Rule) or not (forward is None or callable(forward)):
             raise RegistrationError(f"@hookkit.rule(...) decorates a function, got {forward!r}")
+        if forward is None and mode != "opaque":
+            raise RegistrationError(
+                f'a rule for {targets[0]} with mode="{mode}" needs a forward provider; only mode="opaque" can leave '
+                "the call to the callee"
+            )
         made = Rule(
             name=name or _default_name(forward, targets),
             targets=targets,

@@ -232,7 +232,8 @@ class NameTarget:
     @property
     def key(self) -> object:
         """What two targets have in common when they mean the same calls."""
-        return self._resolved.key if self._resolved is not None else str(self)
+        found = self.resolve()
+        return found.key if found is not None else str(self)
 
     @property
     def state(self) -> str:

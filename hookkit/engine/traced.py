@@ -128,6 +128,8 @@ def trace_call(invocation: Invocation, before: State) -> tuple[Composite, Any]:
             wrapped = forward.run(rule.forward, *invocation.provider_arguments(), **invocation.kwargs)
         if any(not invocation.is_made_by_program(modified) for modified, _ in forward.written()):
             raise UntraceableError("it sets attributes of an object from outside, which a trace does not repeat")
+        if forward.enters_autocast and rule.opaque_callee:
+            raise UntraceableError("it switches autocast, under which thunder casts fewer operations than PyTorch")
         output, wrapped_residuals = _split(invocation, wrapped)
         residuals = unwrap(wrapped_residuals) if wrapped_residuals is not None else Residuals({})
         if residuals._marks.dirty:
@@ -359,6 +361,8 @@ def _run_backward(
             new = {o.name for b in backward.bound_symbols for o in b.flat_proxy_outs}
             new.update(p.name for p in proxies_in(made))
             gradients = {n: g if g.name in new else ltorch.clone(g) for n, g in gradients.items()}
+    if backward.enters_autocast and rule.opaque_callee:
+        raise UntraceableError("its backward switches autocast, under which thunder casts fewer operations than PyTorch")
     symbols, last_values = functionalise(trace, backward.bound_symbols)
     return list(symbols), {n: last_values.get(variableify(g), g) for n, g in gradients.items()}
 
