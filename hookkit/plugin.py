@@ -19,7 +19,7 @@ from thunder.executors.torch_autograd import ThunderFunction
 from thunder.transforms import autodiff
 
 from hookkit import compat
-from hookkit.engine import connection, differentiation, gradflow, mutation
+from hookkit.engine import caching, connection, differentiation, gradflow, mutation
 from hookkit.engine.calls import lookaside_for, trace_program
 from hookkit.engine.iteration import iterator_lookaside
 from hookkit.engine.methods import fallback_of, method_lookup, torch_callee
@@ -145,13 +145,20 @@ def _cache_info(stock: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, A
         info = stock()
         if RULES_KEY not in info:
             info[RULES_KEY] = registry.fingerprint()
-        else:
-            caller = sys._getframe(1).f_code
-            if caller.co_name == "prologue" and RULES_KEY not in caller.co_consts:
+            return info
+        caller = sys._getframe(1)
+        if caller.f_code.co_name == "unpack_inputs":
+            caching.remember(info)
+        elif caller.f_code.co_name == "prologue":
+            if RULES_KEY not in caller.f_code.co_consts:
                 raise RuntimeError("this program was compiled without hookkit's rules")
+            if caching.STATE in caller.f_code.co_consts:
+                caching.recall(info, caller.f_code.co_consts, caller.f_locals["args"], caller.f_locals["kwargs"])
         return info
 
     return _get_cache_info
+
+
 def _inputs_and_intermediates(stock: Callable[..., Any], trace: Any) -> Any:
     """What thunder asks of a finished trace; by now it is known what composites must return."""
     export_leaks(trace)

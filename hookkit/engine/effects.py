@@ -37,13 +37,14 @@ class State:
     names: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = attrs.field(factory=dict)
     attributes: dict[tuple[int, str], tuple[type[Any], str, Any]] = attrs.field(factory=dict)
     slots: dict[tuple[int, str], tuple[Any, str, Any]] = attrs.field(factory=dict)
+    seen: set[int] = attrs.field(factory=set)
 
     @classmethod
-    def reachable_from(cls, roots: Iterable[Any]) -> State:
+    def reachable_from(cls, roots: Iterable[Any], depth: int = _DEPTH) -> State:
         """Look at what functions, classes and objects can reach."""
         state = cls()
         for root in roots:
-            state._visit(root, _DEPTH)
+            state._visit(root, depth)
         return state
 
     def changed(self) -> list[str]:
@@ -121,9 +122,9 @@ class State:
                     self.slots[id(value), name] = (value, name, getattr(value, name, _MISSING))
 
     def _visit_function(self, function: types.FunctionType, depth: int) -> None:
-        if id(function) in self.cells or not _is_own(function.__module__):
+        if id(function) in self.seen or not _is_own(function.__module__):
             return
-        self.cells[id(function)] = (types.CellType(None), None)  # seen
+        self.seen.add(id(function))
         self._visit(getattr(function, "__wrapped__", None), depth)
         for cell in function.__closure__ or ():
             if id(cell) not in self.cells:
@@ -140,7 +141,7 @@ class State:
         for name, value in list(vars(cls).items()):
             if isinstance(value, staticmethod | classmethod | types.FunctionType | list | dict | set):
                 self._visit(value, depth)
-            if not (name.startswith("__") or isinstance(value, staticmethod | classmethod | types.FunctionType)):
+            if not name.startswith("__"):
                 self.attributes[id(cls), name] = (cls, name, value)
 
 
