@@ -19,8 +19,9 @@ from thunder.executors.torch_autograd import ThunderFunction
 from thunder.transforms import autodiff
 
 from hookkit import compat
-from hookkit.engine import connection, differentiation, gradflow, mutation
+from hookkit.engine import caching, connection, differentiation, gradflow, mutation
 from hookkit.engine.calls import lookaside_for, trace_program
+from hookkit.engine.iteration import iterator_lookaside
 from hookkit.engine.methods import fallback_of, method_lookup, torch_callee
 from hookkit.engine.symbols import export_leaks
 from hookkit.registry import registry
@@ -145,10 +146,15 @@ def _cache_info(stock: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, A
         info = stock()
         if RULES_KEY not in info:
             info[RULES_KEY] = registry.fingerprint()
-        else:
-            caller = sys._getframe(1).f_code
-            if caller.co_name == "prologue" and RULES_KEY not in caller.co_consts:
+            return info
+        caller = sys._getframe(1)
+        if caller.f_code.co_name == "unpack_inputs":
+            caching.remember(info)
+        elif caller.f_code.co_name == "prologue":
+            if RULES_KEY not in caller.f_code.co_consts:
                 raise RuntimeError("this program was compiled without hookkit's rules")
+            if caching.STATE in caller.f_code.co_consts:
+                caching.recall(info, caller.f_code.co_consts, caller.f_locals["args"], caller.f_locals["kwargs"])
         return info
 
     return _get_cache_info
@@ -178,6 +184,7 @@ def _lookaside(stock: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(fn, torch.fx.GraphModule):
             compat.realise_graph_module(fn)
         found = lookaside_for(torch_callee(fn), None, args, kwargs) or method_lookup(fn, args) or fallback_of(fn)
+        found = found or iterator_lookaside(fn, args)
         return found if found is not None else stock(fn, *args, **kwargs)
 
     return general_jit_lookaside

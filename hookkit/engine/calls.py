@@ -14,9 +14,9 @@ from thunder.core.interpreter import _interpret_call, unwrap, wrap_const
 from thunder.core.jit_ext import get_jit_ctx
 
 from hookkit.call import Call
-from hookkit.engine import gradflow, guards, opaque, records, replay
+from hookkit.engine import caching, gradflow, guards, opaque, records, replay
 from hookkit.engine.arguments import Bound
-from hookkit.engine.effects import State
+from hookkit.engine.effects import Generators, State
 from hookkit.engine.mutation import Retrace
 from hookkit.engine.traced import Invocation, bind_call, trace_call
 from hookkit.engine.tracing import Raised, raise_in_program, user_source
@@ -83,7 +83,8 @@ def trace_program(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """
     while True:
         try:
-            return stock(*args, **kwargs)
+            with caching.tracing(*args[:3]):
+                return stock(*args, **kwargs)
         except Retrace as again:
             if isinstance(again.subject, Rule) and again.subject.mode == "trace":
                 raise UntraceableError(f"the rule {again.subject.name} cannot be traced: {again.reason}") from None
@@ -143,6 +144,7 @@ def _take_over(
     )
     # A rule's own provider may call what it stands for; a Function may apply itself to something else.
     token = _running.set((*_running.get(), (rule, call.callable)) if call.function is None else _running.get())
+    caching.note_call(invocation.subject if call.function is not None else rule.forward)
     try:
         with record.running(get_jit_ctx().computation_trace):
             return _run(invocation, record)
@@ -169,6 +171,7 @@ def _run(invocation: Invocation, record: records.CallRecord) -> Any:
         record.replays = 1
         return bind_call(invocation, *replay.instantiate(earlier, invocation))
     everything, outside = _reachable(invocation)
+    generators = Generators.now()
     guarded = guards.mark()
     error: BaseException
     try:
@@ -188,6 +191,7 @@ def _run(invocation: Invocation, record: records.CallRecord) -> Any:
             raise
         error = refused
     outside.restore()
+    generators.restore()
     guards.drop_uncheckable(guarded)
     result = opaque.fall_back(invocation, error, _untraceable)
     record.became("opaque", _untraceable[subject])

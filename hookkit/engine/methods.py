@@ -17,6 +17,9 @@ from thunder.core.interpreter import interpreter_needs_wrap
 from thunder.core.langctxs import resolve_method
 from thunder.core.proxies import TensorProxy
 
+from hookkit.engine import records
+from hookkit.engine.tracing import raise_in_program
+from hookkit.errors import HookError
 from hookkit.registry import registry
 
 __all__ = ["TensorMethod", "fallback_of", "method_lookup", "torch_callee"]
@@ -55,6 +58,8 @@ def method_lookup(function: Any, args: tuple[Any, ...]) -> Callable[..., Any] | 
     """What to do instead of ``TensorProxy.__getattr__``, if a rule could take a call of the method that it finds."""
     if function is not TensorProxy.__getattr__:
         return None
+    if args[1].value == "is_contiguous" and records.inside_a_call():
+        return partial(raise_in_program, HookError("is_contiguous() of a tensor is not known while a call is traced"))
     method = getattr(torch.Tensor, args[1].value, None)
     if not callable(method) or not registry.matching(method, None):
         return None

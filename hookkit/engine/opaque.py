@@ -8,7 +8,6 @@ meta function.
 from __future__ import annotations
 
 import contextlib
-import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -28,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from hookkit.engine import gradflow
 from hookkit.engine.direct import DirectCall
 from hookkit.engine.eager import Autocast, EagerResult, OpaqueState, fill, provider_callee, run_eagerly, split_tensors
-from hookkit.engine.effects import State
+from hookkit.engine.effects import Generators, State, WritesUndone
 from hookkit.engine.symbols import make_symbol, symbol_name
 from hookkit.engine.traced import Invocation
 from hookkit.engine.tracing import Raised
@@ -397,9 +396,9 @@ def _find_metadata(
     provider = invocation.rule.meta_provider
     if provider is not None:
         return _from_meta_function(invocation, operator, slots, provider)
-    with _no_side_effects(invocation):
+    with _no_side_effects(invocation) as writes_undone:
         try:
-            with FakeTensorMode(allow_non_fake_inputs=True), _RefuseMemory():
+            with FakeTensorMode(allow_non_fake_inputs=True), _RefuseMemory(), writes_undone:
                 return _probe(operator, [_example(p, None) for p in slots])
         except DynamicOutputShapeException as error:
             raise MetaError(
@@ -411,8 +410,9 @@ def _find_metadata(
         if _is_same(without_data, pending):
             raise Raised(without_data, interpreted=False)
         try:
-            first = _probe(operator, [_example(p, 0) for p in slots])
-            second = _probe(operator, [_example(p, 1) for p in slots])
+            with writes_undone:
+                first = _probe(operator, [_example(p, 0) for p in slots])
+                second = _probe(operator, [_example(p, 1) for p in slots])
         except Exception as error:
             if _is_same(error, pending) or _is_same(error, without_data):
                 raise Raised(error, interpreted=False) from None
@@ -544,20 +544,14 @@ class _RefuseMemory(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def _no_side_effects(invocation: Invocation) -> Iterator[None]:
-    """Leave Python state and the random generators as they are; what raises leaves its mark, as in eager."""
+def _no_side_effects(invocation: Invocation) -> Iterator[WritesUndone]:
+    """Leave Python state, tensors and random generators as they are; what raises leaves its mark, as in eager."""
     reachable = State.reachable_from([invocation.call.function or invocation.call.callable, *invocation.call.args])
-    state = random.getstate()
-    try:
-        import numpy
-    except ImportError:
-        numpy = None  # type: ignore[assignment]
-    numpy_state = numpy.random.get_state() if numpy is not None else None
+    generators, writes = Generators.now(), WritesUndone()
     try:
         with torch.random.fork_rng():
-            yield
+            yield writes
         reachable.restore()
     finally:
-        random.setstate(state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
+        writes.undo()
+        generators.restore()
