@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 
 import attrs
@@ -13,15 +13,16 @@ import thunder
 import torch
 from thunder.core import interpreter, jit_ext
 from thunder.core.compile_data import get_compile_data
+from thunder.core.dtypes import to_torch_dtype
 from thunder.core.interpreter import interpreter_needs_wrap
 from thunder.core.proxies import TensorProxy
 from thunder.executors.torch_autograd import ThunderFunction
 from thunder.transforms import autodiff
 
 from hookkit import compat
-from hookkit.engine import connection, differentiation, gradflow, mutation
+from hookkit.engine import connection, differentiation, gradflow, operations, mutation
 from hookkit.engine.calls import lookaside_for, trace_program
-from hookkit.engine.methods import fallback_of, method_lookup, torch_callee
+from hookkit.engine.methods import attribute_lookup, fallback_of, method_lookup, torch_callee
 from hookkit.engine.symbols import export_leaks
 from hookkit.registry import registry
 from hookkit.residuals import mark, save
@@ -125,6 +126,7 @@ def _patches() -> list[Patch]:
     stock_inputs = jit_ext.get_computation_inputs_and_intermediates
     patches += [
         Patch(jit_ext, "get_computation_inputs_and_intermediates", partial(_inputs_and_intermediates, stock_inputs)),
+        Patch(jit_ext.JitCtx, "proxify", partialmethod(_proxify, jit_ext.JitCtx.proxify)),
         Patch(thunder, "thunder_general_jit", partial(trace_program, thunder.thunder_general_jit)),
         Patch(thunder, "connect_to_autograd", partial(connection.connect, thunder.connect_to_autograd)),
         Patch(ThunderFunction, "backward", staticmethod(partial(connection.backward, ThunderFunction.backward))),
@@ -162,6 +164,7 @@ def _lookaside(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Thunder's way of finding what replaces a call, with the rules asked first."""
     answers = {torch.is_grad_enabled: interpreter_needs_wrap(_is_grad_enabled)}
     answers[TensorProxy.requires_grad.fget] = interpreter_needs_wrap(_requires_grad)
+    answers[TensorProxy.dtype.fget] = interpreter_needs_wrap(_dtype)
     native = {f: interpreter_needs_wrap(f) for f in (save, mark)}
     answers.update(native)
 
@@ -180,13 +183,26 @@ def _lookaside(stock: Callable[..., Any]) -> Callable[..., Any]:
         if owner is not None and owner.value.apply in jit_ext.get_jit_ctx()._executor_lookasides:
             claimed = jit_ext.get_jit_ctx()._executor_lookasides[owner.value.apply]
             return lambda *_, **kw: claimed(*rest, **kw)
+        if operations.iterates(fn):
+            return None
         if isinstance(fn, torch.fx.GraphModule):
             compat.realise_graph_module(fn)
+        if (attribute := attribute_lookup(fn, args)) is not None:
+            taken = lookaside_for(attribute, None, args[:1], {}, unsupported=operations.lacking(attribute, attribute))
+            return partial(_of_tensor, taken) if taken is not None else stock(fn, *args, **kwargs)
         callee = owner.value.apply if owner is not None else torch_callee(fn)
-        found = lookaside_for(callee, owner, rest, kwargs) or method_lookup(fn, args) or fallback_of(fn)
-        return found if found is not None else stock(fn, *args, **kwargs)
+        unsupported = operations.lacking(fn, callee) if owner is None else None
+        found = lookaside_for(callee, owner, rest, kwargs, unsupported=unsupported) or method_lookup(fn, args)
+        if found is not None:
+            return found
+        return operations.or_opaque(fallback_of(fn) or stock(fn, *args, **kwargs), callee)
 
     return general_jit_lookaside
+
+
+def _of_tensor(taken: Callable[..., Any], tensor: Any, name: Any) -> Any:
+    """What is called in the place of ``TensorProxy.__getattr__``: what stands for the attribute itself."""
+    return taken(tensor)
 
 
 _function_apply = getattr(torch.autograd.Function.apply, "__func__", object())
@@ -200,8 +216,30 @@ def _wrapped_owner(function: type[Any]) -> Any:
     return wrapped if wrapped is not None else interpreter.wrap_const(function)
 
 
+def _proxify(context: Any, stock: Callable[..., Any], value: Any) -> Any:
+    """Have tensors in a wrapped value replaced by proxies.
+
+    thunder (``JitCtx.proxify`` in thunder/core/jit_ext.py) makes a named tuple as if it took one sequence.
+    """
+    held = value.value
+    if not (isinstance(held, tuple) and hasattr(held, "_make")) or value.original_value is not value.nothing:
+        return stock(context, value)
+    value.track_items()
+    proxies = held._make(item.value for item in value.item_wrappers)
+    value.register_proxy(proxies)
+    for name, attribute in value.attribute_wrappers.items():
+        if name not in held._fields:
+            attribute.register_proxy(getattr(proxies, name))
+    return proxies
+
+
 def _is_grad_enabled() -> bool:
     return bool(get_compile_data().is_grad_enabled)
+
+
+def _dtype(tensor: Any) -> torch.dtype:
+    """As torch names it: thunder's own dtypes are not equal to torch's."""
+    return to_torch_dtype(tensor.dtype)  # type: ignore[no-any-return]
 
 
 def _requires_grad(tensor: Any) -> bool:

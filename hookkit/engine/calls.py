@@ -33,7 +33,12 @@ _running: ContextVar[tuple[tuple[Rule, Any], ...]] = ContextVar("hookkit_running
 
 
 def lookaside_for(
-    callee: Callable[..., Any], owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    callee: Callable[..., Any],
+    owner: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    unsupported: str | None = None,
 ) -> Callable[..., Any] | None:
     """What the interpreter calls instead of a callable, or None if no rule takes the call.
 
@@ -42,6 +47,7 @@ def lookaside_for(
         owner: the wrapped Function class, if ``callee`` is its ``apply``.
         args: wrapped positional arguments (without the owner).
         kwargs: wrapped keyword arguments.
+        unsupported: why thunder cannot do the call itself, if that is known.
     """
     function = unwrap(owner) if owner is not None else None
     if not registry.matching(callee, function):
@@ -55,7 +61,7 @@ def lookaside_for(
         uargs, ukwargs = unwrap_arguments(args, kwargs)
         return uargs, ukwargs, tuple(gradflow.requires_grad(trace, a) for a in uargs), user_source()
 
-    call = Call.pending(callee, function, details)
+    call = Call.pending(callee, function, details, unsupported)
     candidates = []
     try:
         for candidate in registry.candidates(call):

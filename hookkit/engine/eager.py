@@ -199,14 +199,17 @@ def run_eagerly(
     differentiable: list[bool] = []
     changed_arguments = {id(before[i]): i for i in changed}
     dirty_outputs: dict[int, int] = {}
+    given = {id(leaf) for leaf in leaves.values()}
 
     def cut(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         if id(value) in changed_arguments:
             dirty_outputs[len(differentiable)] = changed_arguments[id(value)]
-        differentiable.append(value.requires_grad)
-        if value.requires_grad:
+        # a new leaf's gradient cannot be asked for from outside
+        tracked = value.requires_grad and (value.grad_fn is not None or id(value) in given)
+        differentiable.append(tracked)
+        if tracked:
             edges.append(torch.autograd.graph.get_gradient_edge(value))
         return value.detach()
 

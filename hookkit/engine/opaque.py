@@ -17,9 +17,9 @@ import attrs
 import torch
 from thunder.core import dtypes, prims
 from thunder.core.compile_data import get_compile_data
-from thunder.core.devices import to_device, to_torch_device
+from thunder.core.devices import Device, to_device, to_torch_device
 from thunder.core.jit_ext import get_jit_ctx
-from thunder.core.proxies import AnyProxy, NumberProxy, Proxy, TensorProxy
+from thunder.core.proxies import AnyProxy, NumberProxy, Proxy, ProxyTag, TensorProxy
 from thunder.core.trace import tracectx
 from thunder.extend import ImplInfo
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
@@ -74,6 +74,7 @@ class Expected:
         changed: the indices of arguments that are changed in place.
         dirty_outputs: from the place of an output to the index of the changed argument that it is.
         gradients: the indices of arguments that get a gradient.
+        views: the places of outputs that share memory with an argument that is not changed.
         saved_bytes: how much PyTorch keeps for the backward; None if that is not known.
     """
 
@@ -83,6 +84,7 @@ class Expected:
     changed: list[int]
     dirty_outputs: dict[int, int]
     gradients: list[int]
+    views: list[int] = attrs.field(factory=list)
     saved_bytes: int | None = None
 
 
@@ -128,6 +130,15 @@ class OpaqueCall:
         assert self.expected is not None
         return any(self.expected.differentiable)
 
+    @property
+    def returns_state(self) -> bool:
+        """Whether the operator returns its state: for the backward, or because it returns nothing else.
+
+        thunder drops a symbol without outputs (``remove_duplicate_number_proxies`` in thunder/core/transform_common.py).
+        """
+        assert self.expected is not None
+        return self.has_backward or not (self.expected.tensors or self.expected.changed)
+
     def forward(self, *values: Any) -> tuple[Any, ...]:
         """What the operator does at run time."""
         assert self.expected is not None
@@ -135,7 +146,7 @@ class OpaqueCall:
         tensors, structure = split_tensors(result.output)
         self._check(tensors, structure, result)
         outputs = [*tensors, *(result.changed[i] for i in self.expected.changed)]
-        return (*outputs, result.state) if self.has_backward else tuple(outputs)
+        return (*outputs, result.state) if self.returns_state else tuple(outputs)
 
     def backward(self, state: EagerState | None, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """What the backward operator does at run time."""
@@ -210,20 +221,24 @@ def opaque_call(invocation: Invocation, pending: BaseException | None) -> Any:
     trace = jit.computation_trace
     operator, slots = _operator(invocation)
     operator.expected = expected = _find_metadata(invocation, operator, slots, pending)
-    name = symbol_name(trace, invocation.call.name if invocation.call.function is not None else invocation.rule.name)
+    name = symbol_name(trace, invocation.name)
 
     def meta(*_: Any) -> tuple[Any, ...]:
         outputs: list[Any] = [t.proxy(d) for t, d in zip(expected.tensors, expected.differentiable, strict=True)]
         outputs += [TensorProxy(like=slots[i], requires_grad=False) for i in expected.changed]
-        return (*outputs, AnyProxy(None, prefix="state")) if operator.has_backward else tuple(outputs)
+        if operator.returns_state:
+            outputs.append(AnyProxy(None, prefix="state"))
+        if not operator.has_backward:
+            for output in outputs:
+                output.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
+        return tuple(outputs)
 
     symbol = make_symbol(jit.ad_hoc_executor, name, meta, operator.forward, kind=gradflow.CALL, is_prim=True, keep=True)
-    transform = (
-        _gradient_transform(jit.ad_hoc_executor, symbol, name, operator) if operator.has_backward else None
-    )
+    transform = _gradient_transform(jit.ad_hoc_executor, symbol, name, operator) if operator.has_backward else symbol
     jit.ad_hoc_executor._implmap[symbol.id] = ImplInfo(symbol=symbol, grad_transform=transform)
     with tracectx(trace):
         results = symbol(*slots)
+    meta.views = frozenset(results[i].name for i in expected.views)  # type: ignore[attr-defined]  # mutation.check asks
     returned = fill(expected.structure, _write_back(invocation, slots, expected, list(results)))
     return wrap_result(returned, invocation.owner, *invocation.args)
 
@@ -266,6 +281,10 @@ def _operator(invocation: Invocation) -> tuple[OpaqueCall, list[Proxy]]:
     places: dict[str, Slot] = {}
 
     def place(value: Any) -> Any:
+        if isinstance(value, dtypes.dtype):
+            return dtypes.to_torch_dtype(value)
+        if isinstance(value, Device):
+            return to_torch_device(value)
         if not isinstance(value, Proxy):
             _refuse_hidden_proxies(invocation, value)
             return value
@@ -345,6 +364,13 @@ def _write_back(invocation: Invocation, slots: list[Proxy], expected: Expected, 
 
     count = len(expected.tensors)
     returned = results[:count]
+    for index, new in zip(expected.changed, results[count : count + len(expected.changed)], strict=True):
+        same = [i for i, d in expected.dirty_outputs.items() if d == index]
+        if any(tuple(returned[i].shape) != tuple(slots[index].shape) for i in same):
+            raise MetaError(
+                f"{invocation.call} changes the shape of its argument in place, which a compiled program cannot; use the "
+                "operation that returns a new tensor"
+            )
     with tracectx(get_jit_ctx().computation_trace):
         for index, new in zip(expected.changed, results[count : count + len(expected.changed)], strict=True):
             same = [i for i in range(count) if expected.dirty_outputs.get(i) == index]
@@ -364,7 +390,9 @@ def _find_metadata(
         return _from_meta_function(invocation, operator, slots, provider)
     with _no_side_effects(invocation):
         try:
-            with FakeTensorMode(allow_non_fake_inputs=True), _RefuseMemory():
+            # torch's own decompositions look at the memory of such tensors, and know that there is none
+            refuse = contextlib.nullcontext() if invocation.call.unsupported else _RefuseMemory()
+            with FakeTensorMode(allow_non_fake_inputs=True), refuse:
                 return _probe(operator, [_example(p, None) for p in slots])
         except DynamicOutputShapeException as error:
             raise MetaError(
@@ -375,6 +403,12 @@ def _find_metadata(
             without_data = error
         if _is_same(without_data, pending):
             raise Raised(without_data, interpreted=False)
+        if invocation.call.unsupported is not None:
+            # What an operation of torch does not tell without data depends on the data.
+            raise MetaError(
+                f"{invocation.call} cannot be part of a compiled program: {invocation.call.unsupported}; and it does not "
+                f"run on tensors without data, which raised {type(without_data).__name__}: {without_data}"
+            ) from without_data
         try:
             first = _probe(operator, [_example(p, 0) for p in slots])
             second = _probe(operator, [_example(p, 1) for p in slots])
@@ -421,8 +455,15 @@ def _probe(operator: OpaqueCall, values: list[Any]) -> Expected:
         changed=sorted(result.changed),
         dirty_outputs=result.dirty_outputs,
         gradients=_probe_gradients(operator, result, tensors),
+        views=[i for i in _sharing(tensors, values) if i not in result.dirty_outputs],
         saved_bytes=saved_bytes,
     )
+
+
+def _sharing(tensors: list[torch.Tensor], values: list[Any]) -> list[int]:
+    """The places of outputs that share memory with a value."""
+    given = [v for v in values if isinstance(v, torch.Tensor)]
+    return [i for i, t in enumerate(tensors) if any(torch._C._is_alias_of(t, v) for v in given)]
 
 
 def _probe_gradients(operator: OpaqueCall, result: EagerResult, tensors: list[torch.Tensor]) -> list[int]:

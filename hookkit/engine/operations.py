@@ -1,0 +1,143 @@
+"""Operations of torch that thunder lacks, or lacks in the form in which a program calls them.
+
+The interpreter asks here what thunder is going to refuse. The call is then offered to the rules once more, with the
+reason in ``Call.unsupported``; the shipped rule in ``hookkit/rules/operations.py`` takes it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from thunder.core import jit_ext
+from thunder.core.interpreter import INTERPRETER_SIGNALS, get_interpreterruntimectx, unwrap
+from thunder.torch.default_torch_ops import torch_auto_registered_ops
+
+from hookkit.engine.calls import lookaside_for
+from hookkit.engine.methods import TensorMethod, is_attribute
+from hookkit.engine.values import wrap_result
+
+__all__ = ["iterates", "lacking", "or_opaque"]
+
+# thunder registers these by a list. Their gradients run the operation again, all their results count as differentiable,
+# and an operation that fails does so long after the program was traced.
+_AUTOMATIC = frozenset(f for functions in torch_auto_registered_ops.values() for f in functions)
+
+_ITERATORS = frozenset(v for v in vars(itertools).values() if isinstance(v, type))
+_MODULES = frozenset({"torch._C._nn", "torch._C._linalg", "torch._C._fft", "torch._C._special"})
+
+# About the tensor object, its memory or its place in the autograd graph, not about its value: an operator, which is
+# given another tensor object, would answer for that one.
+IDENTITY = frozenset(
+    {
+        *("_backward_hooks", "_base", "_cdata", "_grad", "_grad_fn", "_post_accumulate_grad_hooks", "_version"),
+        *("grad", "grad_dtype", "grad_fn", "is_leaf", "name", "names", "output_nr", "requires_grad", "retains_grad"),
+        *("__array__", "__cuda_array_interface__", "__dlpack__", "__torch_dispatch__", "__torch_function__"),
+        *("__deepcopy__", "__reduce_ex__", "__setstate__", "_is_view", "_use_count", "_view_func", "as_subclass"),
+        *("backward", "const_data_ptr", "data_ptr", "detach_", "is_set_to", "record_stream", "register_hook"),
+        *("register_post_accumulate_grad_hook", "reinforce", "requires_grad_", "resize_", "resize_as_", "retain_grad"),
+        *("set_", "set_data", "share_memory_", "storage", "untyped_storage", "_typed_storage"),
+    }
+)
+# What turns a tensor's data into Python values. thunder's own refusal says it best.
+TO_PYTHON = frozenset(
+    {
+        *("__bool__", "__complex__", "__contains__", "__float__", "__index__", "__int__", "__iter__", "__len__"),
+        *("__long__", "__nonzero__", "__reversed__", "__hash__", "__repr__", "__str__", "__format__"),
+        *("__getattr__", "item", "numpy", "tolist", "is_nonzero"),
+    }
+)
+
+
+def lacking(function: Any, callee: Any) -> str | None:
+    """Why thunder cannot do a call, judged by what is called; None if it can try, or if no operation is called.
+
+    Args:
+        function: what the interpreter is about to call.
+        callee: the same as torch names it.
+    """
+    name = _operation_name(callee)
+    if name is None or name in IDENTITY or name in TO_PYTHON:
+        return None
+    if callee in _AUTOMATIC:
+        return f"thunder runs PyTorch's {name}, and does not know its gradient, nor what its result depends on"
+    if type(function) is TensorMethod:
+        return None if function.is_known else f"thunder has no tensor method {name}"
+    if function is not callee or _is_known(function):
+        return None
+    return f"thunder has no operation {name}"
+
+
+def or_opaque(stock: Any, callee: Any) -> Any:
+    """What thunder does with a call of an operation and, where it refuses, what a rule does.
+
+    Args:
+        stock: thunder's own answer to the call.
+        callee: the operation as torch names it; anything else is left alone.
+    """
+    name = _operation_name(callee)
+    if name is None or name in IDENTITY or name in TO_PYTHON or not callable(stock):
+        return stock
+
+    def operation(*args: Any, **kwargs: Any) -> Any:
+        trace = jit_ext.get_jit_ctx().computation_trace
+        scopes, scope = len(trace.scopes), trace.peek_scope()
+        assert scope is not None
+        recorded = len(scope)
+        result = stock(*args, **kwargs)
+        if result is not INTERPRETER_SIGNALS.EXCEPTION_RAISED:
+            return _named(name, result)
+        runtime = get_interpreterruntimectx()
+        error = runtime.curexc
+        taken = lookaside_for(callee, None, args, kwargs, unsupported=f"{type(error).__name__}: {error}")
+        if taken is None:
+            return result
+        # thunder does not close the scopes of an operation that raises (Symbol.__call__)
+        del trace.scopes[scopes:]
+        del scope[recorded:]
+        runtime.curexc = None
+        result = taken(*args, **kwargs)
+        if result is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
+            runtime.curexc = error
+        return result
+
+    return operation
+
+
+def _named(name: str, result: Any) -> Any:
+    """A wrapped result with names for its items, where PyTorch gives them: ``x.max(0).values``."""
+    value, named = unwrap(result), getattr(torch.return_types, name, None)
+    if type(value) is not tuple or named is None or named.n_sequence_fields != len(value):
+        return result
+    return wrap_result(named(value), result)
+
+
+def iterates(function: Any) -> bool:
+    """Whether a callable of Python's own makes an iterator, which thunder takes for an operation on what it goes over."""
+    return getattr(function, "__name__", None) == "__new__" and getattr(function, "__self__", None) in _ITERATORS
+
+
+def _operation_name(callee: Any) -> str | None:
+    """The name of a function, method or attribute of torch that computes, or None for anything else."""
+    if isinstance(callee, types.BuiltinFunctionType):
+        owner = callee.__self__
+        named = owner.__name__ if isinstance(owner, types.ModuleType) else callee.__qualname__.partition(".")[0]
+        return callee.__name__ if named in _MODULES or named == "_VariableFunctionsClass" else None
+    if isinstance(callee, types.MethodDescriptorType | types.WrapperDescriptorType):
+        return callee.__name__ if callee.__objclass__ in torch.Tensor.__mro__[:-1] else None
+    if is_attribute(callee):
+        return str(callee.__self__.__name__)
+    if isinstance(callee, types.FunctionType):
+        return callee.__name__ if getattr(torch.Tensor, callee.__name__, None) is callee else None
+    if isinstance(callee, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        return str(callee)
+    return None
+
+
+def _is_known(function: Any) -> bool:
+    jit = jit_ext.get_jit_ctx()
+    tables = (jit._executor_lookasides, jit.ad_hoc_executor._lookasides, jit_ext._general_jit_lookaside_map)
+    return any(function in table for table in tables) or isinstance(function, types.FunctionType)
