@@ -6,16 +6,19 @@ import sys
 import threading
 from collections.abc import Callable
 from functools import partial, partialmethod
+from numbers import Number
 from typing import Any
 
 import attrs
 import thunder
 import torch
+from thunder import clang
 from thunder.core import interpreter, jit_ext
 from thunder.core.compile_data import get_compile_data
 from thunder.core.dtypes import to_torch_dtype
 from thunder.core.interpreter import interpreter_needs_wrap
-from thunder.core.proxies import TensorProxy
+from thunder.core.devices import cpu
+from thunder.core.proxies import NumberProxy, TensorProxy
 from thunder.executors.torch_autograd import ThunderFunction
 from thunder.transforms import autodiff
 
@@ -126,6 +129,10 @@ def _patches() -> list[Patch]:
     stock_inputs = jit_ext.get_computation_inputs_and_intermediates
     patches += [
         Patch(jit_ext, "get_computation_inputs_and_intermediates", partial(_inputs_and_intermediates, stock_inputs)),
+        Patch(interpreter.MappingKeysView, "__len__", _keys_count),
+        Patch(TensorProxy, "__eq__", partialmethod(_compare, TensorProxy.__eq__)),
+        Patch(TensorProxy, "__ne__", partialmethod(_compare, TensorProxy.__ne__)),
+        Patch(clang, "maybe_broadcast", partial(_broadcast, clang.maybe_broadcast)),
         Patch(jit_ext.JitCtx, "proxify", partialmethod(_proxify, jit_ext.JitCtx.proxify)),
         Patch(thunder, "thunder_general_jit", partial(trace_program, thunder.thunder_general_jit)),
         Patch(thunder, "connect_to_autograd", partial(connection.connect, thunder.connect_to_autograd)),
@@ -231,6 +238,26 @@ def _proxify(context: Any, stock: Callable[..., Any], value: Any) -> Any:
         if name not in held._fields:
             attribute.register_proxy(getattr(proxies, name))
     return proxies
+
+
+def _keys_count(keys: Any) -> int:
+    """``len(d.keys())`` of a dict in a program, which thunder's own keys do not know."""
+    return len(keys.mapping)
+
+
+def _compare(tensor: Any, stock: Callable[..., Any], other: Any) -> Any:
+    """``x == None``, as PyTorch has it: what is no tensor and no number is not equal."""
+    return stock(tensor, other) if isinstance(other, TensorProxy | NumberProxy | Number | torch.Tensor) else NotImplemented
+
+
+def _broadcast(stock: Callable[..., Any], *tensors: Any, treat_cpu_scalar_tensors_as_numbers: bool = True) -> Any:
+    """Tensors in their common shape; on the CPU those without dimensions, too.
+
+    thunder leaves them as they are, for the sake of operations with tensors on another device, and then gives them the
+    gradient of the result, not its sum: that of ``x.sum() * y`` for ``x`` is wrong.
+    """
+    elsewhere = any(isinstance(t, TensorProxy) and t.device != cpu for t in tensors)
+    return stock(*tensors, treat_cpu_scalar_tensors_as_numbers=treat_cpu_scalar_tensors_as_numbers and elsewhere)
 
 
 def _is_grad_enabled() -> bool:

@@ -22,7 +22,7 @@ from thunder.core.jit_ext import get_jit_ctx
 from thunder.core.proxies import AnyProxy, NumberProxy, Proxy, ProxyTag, TensorProxy
 from thunder.core.trace import tracectx
 from thunder.extend import ImplInfo
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from hookkit.engine import gradflow
@@ -390,15 +390,8 @@ def _find_metadata(
         return _from_meta_function(invocation, operator, slots, provider)
     with _no_side_effects(invocation):
         try:
-            # torch's own decompositions look at the memory of such tensors, and know that there is none
-            refuse = contextlib.nullcontext() if invocation.call.unsupported else _RefuseMemory()
-            with FakeTensorMode(allow_non_fake_inputs=True), refuse:
+            with FakeTensorMode(allow_non_fake_inputs=True), _Watch(refuse_memory=invocation.call.unsupported is None):
                 return _probe(operator, [_example(p, None) for p in slots])
-        except DynamicOutputShapeException as error:
-            raise MetaError(
-                f"{invocation.call}: the shape of its result is data-dependent ({error}); thunder needs it before the "
-                "program runs. Declare a meta function with a bound, or leave the call outside the compiled program."
-            ) from error
         except Exception as error:
             without_data = error
         if _is_same(without_data, pending):
@@ -406,12 +399,11 @@ def _find_metadata(
         if invocation.call.unsupported is not None:
             # What an operation of torch does not tell without data depends on the data.
             raise MetaError(
-                f"{invocation.call} cannot be part of a compiled program: {invocation.call.unsupported}; and it does not "
-                f"run on tensors without data, which raised {type(without_data).__name__}: {without_data}"
+                f"{invocation.call} cannot be part of a compiled program: {invocation.call.unsupported}; and its result is "
+                f"not known before the program runs ({type(without_data).__name__}: {without_data})"
             ) from without_data
         try:
-            first = _probe(operator, [_example(p, 0) for p in slots])
-            second = _probe(operator, [_example(p, 1) for p in slots])
+            first, second = _on_examples(invocation, operator, slots)
         except Exception as error:
             if _is_same(error, pending) or _is_same(error, without_data):
                 raise Raised(error, interpreted=False) from None
@@ -422,8 +414,9 @@ def _find_metadata(
             ) from error
     if first.tensors != second.tensors or not _same_structure(first.structure, second.structure):
         raise MetaError(
-            f"{invocation.call}: its result is data-dependent: {first.tensors} for one set of values, {second.tensors} "
-            "for another; leave the call outside the compiled program, or declare a meta function with a bound"
+            f"{invocation.call}: the shape of its result is data-dependent: {first.tensors} for one set of values, "
+            f"{second.tensors} for another; thunder needs it before the program runs. Declare a meta function with a "
+            "bound, or leave the call outside the compiled program."
         )
     warnings.warn(
         f"the metadata of {invocation.call} was found by running it on example values, because without data it raised "
@@ -433,6 +426,26 @@ def _find_metadata(
         stacklevel=2,
     )
     return first
+
+
+def _on_examples(
+    invocation: Invocation, operator: OpaqueCall, slots: list[Proxy]
+) -> tuple[Expected, Expected]:
+    """Run a call on two sets of values; if those are outside its domain, on the program's own where they are known."""
+    wrapped = (*invocation.args, *invocation.kwargs.values())
+    own = {w.value.name: w.original_value for w in wrapped if isinstance(w.value, TensorProxy)}
+    own = {name: value.detach() for name, value in own.items() if isinstance(value, torch.Tensor)}
+
+    def probe(seed: int, known: dict[str, torch.Tensor]) -> Expected:
+        with _Watch():
+            return _probe(operator, [known[p.name].clone() if p.name in known else _example(p, seed) for p in slots])
+
+    try:
+        return probe(0, {}), probe(1, {})
+    except Exception:
+        if not own:
+            raise
+        return probe(0, own), probe(1, own)
 
 
 def _is_same(error: BaseException, other: BaseException | None) -> bool:
@@ -524,15 +537,34 @@ def _example(proxy: Proxy, seed: int | None) -> Any:
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
-class _RefuseMemory(TorchFunctionMode):
-    """Refuse the address of a tensor that has no data: C code would read through it."""
+class _Watch(TorchFunctionMode):
+    """While a call is tried out: no address of a tensor that has no data, and no gradients left on parameters.
 
-    _REFUSED = frozenset({torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.__dlpack__})
+    C code would read through such an address. A backward that calls ``torch.autograd.backward`` itself accumulates into
+    the parameters of the modules that it was given.
+    """
+
+    _ADDRESSES = frozenset({torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.__dlpack__})
+
+    def __init__(self, refuse_memory: bool = False) -> None:
+        super().__init__()
+        self._refused = self._ADDRESSES if refuse_memory else frozenset()
+        self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in self._REFUSED:
+        if function in self._refused:
             raise NotImplementedError(f"a tensor without data has no {function.__name__}")
+        for value in (*args, *(kwargs or {}).values()):
+            if isinstance(value, torch.nn.Parameter) and id(value) not in self._gradients:
+                with torch._C.DisableTorchFunction():
+                    self._gradients[id(value)] = value, value.grad
+                    value.grad = None
         return function(*args, **(kwargs or {}))
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for parameter, gradient in self._gradients.values():
+            parameter.grad = gradient
 
 
 @contextlib.contextmanager

@@ -1,14 +1,20 @@
 """Operations of torch that thunder lacks, or lacks in the form in which a program calls them: PyTorch runs them.
 
 ``torch.linspace``, ``x.mH``, ``torch.special.bessel_j0``, ``torch.zeros_like(x, requires_grad=True)``: functions,
-methods and attributes of tensors. Each becomes one operator with PyTorch's own gradient.
+methods and attributes of tensors. Each becomes one operator with PyTorch's own gradient. And two of Python's own that
+branch on the values of tensors, where the branch can be computed.
 """
 
 from __future__ import annotations
 
+import builtins
+from typing import Any
+
+import torch
+
 import hookkit
 
-__all__ = ["operations"]
+__all__ = ["maximum", "minimum", "operations"]
 
 
 def is_unsupported(call: hookkit.Call) -> bool:
@@ -17,3 +23,31 @@ def is_unsupported(call: hookkit.Call) -> bool:
 
 
 operations = hookkit.rule(hookkit.where(is_unsupported), mode="opaque", priority=-200)
+
+
+def are_scalars(*values: Any, **options: Any) -> bool:
+    """Whether Python's max or min is asked for one of several tensors with one element each."""
+    if options or len(values) < 2 or not all(hasattr(v, "numel") for v in values):
+        return False
+    first = values[0]
+    return all(v.numel == 1 and (v.shape, v.dtype, v.device) == (first.shape, first.dtype, first.device) for v in values)
+
+
+@hookkit.rule(builtins.max)
+def maximum(first: Any, *others: Any, **options: Any) -> Any:
+    """The first of the largest, as Python finds it: by comparing, with what that means for NaN and ties."""
+    for other in others:
+        first = torch.where(other > first, other, first)
+    return first
+
+
+@hookkit.rule(builtins.min)
+def minimum(first: Any, *others: Any, **options: Any) -> Any:
+    """The first of the smallest, as Python finds it."""
+    for other in others:
+        first = torch.where(other < first, other, first)
+    return first
+
+
+maximum.when(are_scalars)
+minimum.when(are_scalars)
