@@ -16,16 +16,18 @@ from thunder import clang
 from thunder.core import interpreter, jit_ext
 from thunder.core.compile_data import get_compile_data
 from thunder.core.dtypes import to_torch_dtype
-from thunder.core.interpreter import interpreter_needs_wrap
+from thunder.core.interpreter import PseudoInst, interpreter_needs_wrap
 from thunder.core.devices import cpu
+from thunder.core.module import ThunderModule
 from thunder.core.proxies import NumberProxy, TensorProxy
 from thunder.executors.torch_autograd import ThunderFunction
 from thunder.transforms import autodiff
 
 from hookkit import compat
-from hookkit.engine import connection, differentiation, gradflow, operations, mutation
+from hookkit.engine import connection, differentiation, gradflow, modules, mutation, operations
 from hookkit.engine.calls import lookaside_for, trace_program
 from hookkit.engine.methods import attribute_lookup, fallback_of, method_lookup, torch_callee
+from hookkit.engine.opaque import record_constant
 from hookkit.engine.symbols import export_leaks
 from hookkit.registry import registry
 from hookkit.residuals import mark, save
@@ -133,6 +135,7 @@ def _patches() -> list[Patch]:
         Patch(TensorProxy, "__eq__", partialmethod(_compare, TensorProxy.__eq__)),
         Patch(TensorProxy, "__ne__", partialmethod(_compare, TensorProxy.__ne__)),
         Patch(clang, "maybe_broadcast", partial(_broadcast, clang.maybe_broadcast)),
+        Patch(ThunderModule, "set_buffer", partialmethod(modules.set_buffer, ThunderModule.set_buffer)),
         Patch(jit_ext.JitCtx, "proxify", partialmethod(_proxify, jit_ext.JitCtx.proxify)),
         Patch(thunder, "thunder_general_jit", partial(trace_program, thunder.thunder_general_jit)),
         Patch(thunder, "connect_to_autograd", partial(connection.connect, thunder.connect_to_autograd)),
@@ -226,10 +229,16 @@ def _wrapped_owner(function: type[Any]) -> Any:
 def _proxify(context: Any, stock: Callable[..., Any], value: Any) -> Any:
     """Have tensors in a wrapped value replaced by proxies.
 
-    thunder (``JitCtx.proxify`` in thunder/core/jit_ext.py) makes a named tuple as if it took one sequence.
+    thunder (``JitCtx.proxify`` in thunder/core/jit_ext.py) makes a named tuple as if it took one sequence, and cannot
+    unpack a tensor that is a constant of the program.
     """
     held = value.value
-    if not (isinstance(held, tuple) and hasattr(held, "_make")) or value.original_value is not value.nothing:
+    if value.original_value is not value.nothing:
+        return stock(context, value)
+    if isinstance(held, torch.Tensor) and _is_constant(value.provenance) and not held.requires_grad:
+        value.register_proxy(record_constant(held))
+        return value.value
+    if not (isinstance(held, tuple) and hasattr(held, "_make")):
         return stock(context, value)
     value.track_items()
     proxies = held._make(item.value for item in value.item_wrappers)
@@ -238,6 +247,13 @@ def _proxify(context: Any, stock: Callable[..., Any], value: Any) -> Any:
         if name not in held._fields:
             attribute.register_proxy(getattr(proxies, name))
     return proxies
+
+
+def _is_constant(provenance: Any) -> bool:
+    """Whether a value is, or is a part of, a constant of the program that no prologue can unpack."""
+    if provenance.inst is PseudoInst.CONSTANT:
+        return not isinstance(provenance.value, int | str)
+    return provenance.inst in (PseudoInst.LOAD_ATTR, PseudoInst.BINARY_SUBSCR) and _is_constant(provenance.inputs[0])
 
 
 def _keys_count(keys: Any) -> int:

@@ -17,6 +17,7 @@ from hookkit.call import Call
 from hookkit.engine import gradflow, guards, opaque, records, replay
 from hookkit.engine.arguments import Bound
 from hookkit.engine.effects import State
+from hookkit.engine.modules import current_buffers
 from hookkit.engine.mutation import Retrace
 from hookkit.engine.traced import Invocation, bind_call, trace_call
 from hookkit.engine.tracing import Raised, raise_in_program, user_source
@@ -89,7 +90,8 @@ def trace_program(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """
     while True:
         try:
-            return stock(*args, **kwargs)
+            with current_buffers(args[0]):
+                return stock(*args, **kwargs)
         except Retrace as again:
             if isinstance(again.subject, Rule) and again.subject.mode == "trace":
                 raise UntraceableError(f"the rule {again.subject.name} cannot be traced: {again.reason}") from None

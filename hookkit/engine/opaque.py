@@ -35,7 +35,7 @@ from hookkit.engine.values import PLAIN, Slot, is_differentiable_dtype, leaves, 
 from hookkit.errors import MetaError, MetaWarning, OpaqueFallbackWarning, UntraceableError
 from hookkit.residuals import Residuals
 
-__all__ = ["OpaqueCall", "fall_back", "opaque_call"]
+__all__ = ["OpaqueCall", "fall_back", "opaque_call", "record_constant"]
 
 @attrs.frozen
 class TensorMetadata:
@@ -243,6 +243,31 @@ def opaque_call(invocation: Invocation, pending: BaseException | None) -> Any:
     return wrap_result(returned, invocation.owner, *invocation.args)
 
 
+def record_constant(tensor: torch.Tensor) -> TensorProxy:
+    """Record a tensor that no input of the program leads to (the default of a parameter, say) as an operator.
+
+    It stands before whatever is being recorded, so that everything can use it.
+    """
+    jit = get_jit_ctx()
+    trace = jit.computation_trace
+    metadata = TensorMetadata.of(tensor)
+    symbol = make_symbol(
+        jit.ad_hoc_executor,
+        symbol_name(trace, "constant"),
+        lambda: metadata.proxy(False),
+        lambda: tensor,
+        kind=gradflow.CALL,
+        is_prim=True,
+    )
+    jit.ad_hoc_executor._implmap[symbol.id] = ImplInfo(symbol=symbol, grad_transform=symbol)
+    with tracectx(trace):
+        trace.push_scope(trace.scopes[0])
+        try:
+            return symbol()  # type: ignore[no-any-return]
+        finally:
+            trace.pop_scope()
+
+
 def fall_back(invocation: Invocation, error: BaseException, memory: Any) -> Any:
     """Make a call opaque that could not be traced, or raise what it raises in eager PyTorch too.
 
@@ -431,21 +456,30 @@ def _find_metadata(
 def _on_examples(
     invocation: Invocation, operator: OpaqueCall, slots: list[Proxy]
 ) -> tuple[Expected, Expected]:
-    """Run a call on two sets of values; if those are outside its domain, on the program's own where they are known."""
+    """Run a call on two sets of values.
+
+    Where those are outside its domain, on the program's own as far as they are known, then with positive definite
+    matrices for the others.
+    """
     wrapped = (*invocation.args, *invocation.kwargs.values())
     own = {w.value.name: w.original_value for w in wrapped if isinstance(w.value, TensorProxy)}
     own = {name: value.detach() for name, value in own.items() if isinstance(value, torch.Tensor)}
 
-    def probe(seed: int, known: dict[str, torch.Tensor]) -> Expected:
-        with _Watch():
-            return _probe(operator, [known[p.name].clone() if p.name in known else _example(p, seed) for p in slots])
+    def probe(seed: int, known: dict[str, torch.Tensor], *, definite: bool = False) -> Expected:
+        def value(proxy: Proxy) -> Any:
+            return known[proxy.name].clone() if proxy.name in known else _example(proxy, seed, definite=definite)
 
-    try:
-        return probe(0, {}), probe(1, {})
-    except Exception:
-        if not own:
-            raise
-        return probe(0, own), probe(1, own)
+        with _Watch():
+            return _probe(operator, [value(p) for p in slots])
+
+    first_error = None
+    for known, definite in (({}, False), (own, False), (own, True)):
+        try:
+            return probe(0, known, definite=definite), probe(1, known, definite=definite)
+        except Exception as error:
+            first_error = first_error or error
+    assert first_error is not None
+    raise first_error
 
 
 def _is_same(error: BaseException, other: BaseException | None) -> bool:
@@ -516,8 +550,11 @@ def _from_meta_function(
     )
 
 
-def _example(proxy: Proxy, seed: int | None) -> Any:
-    """A value with a proxy's metadata: without data, or with values inside the usual domains."""
+def _example(proxy: Proxy, seed: int | None, *, definite: bool = False) -> Any:
+    """A value with a proxy's metadata: without data, or with values inside the usual domains.
+
+    With ``definite`` square matrices are symmetric and positive definite.
+    """
     if isinstance(proxy, NumberProxy):
         return proxy.value
     if isinstance(proxy, AnyProxy):
@@ -531,6 +568,8 @@ def _example(proxy: Proxy, seed: int | None) -> Any:
     generator = torch.Generator().manual_seed(seed)
     if dtype.is_floating_point or dtype.is_complex:
         values = torch.rand(shape, generator=generator, dtype=torch.float64) * 0.5 + 0.25
+        if definite and len(shape) > 1 and shape[-1] == shape[-2]:
+            values = values + values.mT + 2 * shape[-1] * torch.eye(shape[-1])
         return values.to(dtype=dtype, device=device)
     if dtype is torch.bool:
         return (torch.rand(shape, generator=generator) < 0.5).to(device)

@@ -14,8 +14,11 @@ from typing import Any
 import torch
 from thunder.core import jit_ext
 from thunder.core.interpreter import INTERPRETER_SIGNALS, get_interpreterruntimectx, unwrap
+from thunder.core.proxies import ProxyTag
+from thunder.core.transforms import _get_gradfn_and_executor, augmented_forward_impls, is_constant_for_vjp
 from thunder.torch.default_torch_ops import torch_auto_registered_ops
 
+from hookkit.engine import gradflow
 from hookkit.engine.calls import lookaside_for
 from hookkit.engine.methods import TensorMethod, is_attribute
 from hookkit.engine.values import wrap_result
@@ -88,11 +91,15 @@ def or_opaque(stock: Any, callee: Any) -> Any:
         assert scope is not None
         recorded = len(scope)
         result = stock(*args, **kwargs)
-        if result is not INTERPRETER_SIGNALS.EXCEPTION_RAISED:
-            return _named(name, result)
         runtime = get_interpreterruntimectx()
         error = runtime.curexc
-        taken = lookaside_for(callee, None, args, kwargs, unsupported=f"{type(error).__name__}: {error}")
+        if result is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
+            reason = f"{type(error).__name__}: {error}"
+        elif _lacks_gradient(trace, scope[recorded:]):
+            reason = f"thunder does not know the gradient of {name}"
+        else:
+            return _named(name, result)
+        taken = lookaside_for(callee, None, args, kwargs, unsupported=reason)
         if taken is None:
             return result
         # thunder does not close the scopes of an operation that raises (Symbol.__call__)
@@ -105,6 +112,27 @@ def or_opaque(stock: Any, callee: Any) -> Any:
         return result
 
     return operation
+
+
+def _lacks_gradient(trace: Any, bsyms: list[Any]) -> bool:
+    """Whether recorded operations need a gradient that thunder does not know.
+
+    Where they need none the results are marked: thunder would look for the gradient all the same.
+    """
+    if not any(map(_is_without_gradient, bsyms)):
+        return False
+    if any(gradflow.requires_grad(trace, a) for b in bsyms for a in b.flat_proxy_args):
+        return True
+    for bsym in bsyms:
+        for out in bsym.flat_proxy_outs:
+            out.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
+    return False
+
+
+def _is_without_gradient(bsym: Any) -> bool:
+    if is_constant_for_vjp(bsym) or bsym.sym.id in augmented_forward_impls or _get_gradfn_and_executor(bsym)[0]:
+        return False
+    return bool(bsym.sym.is_prim) or any(map(_is_without_gradient, bsym.subsymbols))
 
 
 def _named(name: str, result: Any) -> Any:
