@@ -16,7 +16,7 @@ from thunder import clang
 from thunder.core import interpreter, jit_ext
 from thunder.core.compile_data import get_compile_data
 from thunder.core.dtypes import to_torch_dtype
-from thunder.core.interpreter import PseudoInst, interpreter_needs_wrap
+from thunder.core.interpreter import PseudoInst, interpreter_needs_wrap, wrap_const
 from thunder.core.devices import cpu
 from thunder.core.module import ThunderModule
 from thunder.core.proxies import NumberProxy, TensorProxy
@@ -134,6 +134,7 @@ def _patches() -> list[Patch]:
         Patch(interpreter.MappingKeysView, "__len__", _keys_count),
         Patch(TensorProxy, "__eq__", partialmethod(_compare, TensorProxy.__eq__)),
         Patch(TensorProxy, "__ne__", partialmethod(_compare, TensorProxy.__ne__)),
+        *(Patch(NumberProxy, n, partialmethod(_of_value, getattr(NumberProxy, n))) for n in _DECISIONS),
         Patch(clang, "maybe_broadcast", partial(_broadcast, clang.maybe_broadcast)),
         Patch(ThunderModule, "set_buffer", partialmethod(modules.set_buffer, ThunderModule.set_buffer)),
         Patch(jit_ext.JitCtx, "proxify", partialmethod(_proxify, jit_ext.JitCtx.proxify)),
@@ -195,6 +196,10 @@ def _lookaside(stock: Callable[..., Any]) -> Callable[..., Any]:
             return lambda *_, **kw: claimed(*rest, **kw)
         if operations.iterates(fn):
             return None
+        if fn is setattr and operations.is_torch_attribute(*args[:2]):
+            return partial(operations.refuse_assignment, args[1].value)
+        if fn is hasattr and operations.is_torch_attribute(*args[:2], value=True):
+            return lambda *_: wrap_const(True)
         if isinstance(fn, torch.fx.GraphModule):
             compat.realise_graph_module(fn)
         if (attribute := attribute_lookup(fn, args)) is not None:
@@ -264,6 +269,19 @@ def _keys_count(keys: Any) -> int:
 def _compare(tensor: Any, stock: Callable[..., Any], other: Any) -> Any:
     """``x == None``, as PyTorch has it: what is no tensor and no number is not equal."""
     return stock(tensor, other) if isinstance(other, TensorProxy | NumberProxy | Number | torch.Tensor) else NotImplemented
+
+
+# What a program decides by; FloatProxy and the others have these from NumberProxy.
+_DECISIONS = ("__bool__", "__eq__", "__ge__", "__gt__", "__le__", "__lt__", "__ne__")
+
+
+def _of_value(number: Any, stock: Callable[..., Any], *others: Any) -> Any:
+    """A comparison of numbers whose values are known; thunder takes one that is not (``x.item() > 0``) for false."""
+    if any(isinstance(n, NumberProxy) and n.value is None for n in (number, *others)):
+        raise NotImplementedError(
+            "the program branches on the value of a tensor (data dependency), which is not known before it runs"
+        )
+    return stock(number, *others)
 
 
 def _broadcast(stock: Callable[..., Any], *tensors: Any, treat_cpu_scalar_tensors_as_numbers: bool = True) -> Any:

@@ -53,6 +53,11 @@ class TensorMetadata:
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} on {self.device}"
 
+    @classmethod
+    def of_proxy(cls, proxy: TensorProxy) -> TensorMetadata:
+        """The metadata of a proxy."""
+        return cls(tuple(proxy.shape), dtypes.to_torch_dtype(proxy.dtype), to_torch_device(proxy.device))
+
     def proxy(self, requires_grad: bool) -> TensorProxy:
         """A new proxy with this metadata."""
         return TensorProxy(
@@ -70,7 +75,7 @@ class Expected:
     Attributes:
         structure: the output with a slot for each tensor.
         tensors: the metadata of each tensor.
-        differentiable: for each tensor whether it requires grad.
+        differentiable: for each tensor whether it requires grad, then the same for each argument that is changed.
         changed: the indices of arguments that are changed in place.
         dirty_outputs: from the place of an output to the index of the changed argument that it is.
         gradients: the indices of arguments that get a gradient.
@@ -224,8 +229,8 @@ def opaque_call(invocation: Invocation, pending: BaseException | None) -> Any:
     name = symbol_name(trace, invocation.name)
 
     def meta(*_: Any) -> tuple[Any, ...]:
-        outputs: list[Any] = [t.proxy(d) for t, d in zip(expected.tensors, expected.differentiable, strict=True)]
-        outputs += [TensorProxy(like=slots[i], requires_grad=False) for i in expected.changed]
+        changed = [TensorMetadata.of_proxy(slots[i]) for i in expected.changed]
+        outputs: list[Any] = [t.proxy(d) for t, d in zip(expected.tensors + changed, expected.differentiable, strict=True)]
         if operator.returns_state:
             outputs.append(AnyProxy(None, prefix="state"))
         if not operator.has_backward:
@@ -366,7 +371,7 @@ def _gradient_transform(executor: Any, symbol: Any, name: str, operator: OpaqueC
         results = symbol(*args)
         *outputs, state = results
         gradients = [
-            prims.get_grad(o) for o, d in zip(outputs[: len(expected.tensors)], expected.differentiable, strict=True) if d
+            prims.get_grad(o) for o, d in zip(outputs, expected.differentiable, strict=True) if d
         ]
 
         def meta(*_: Any) -> tuple[TensorProxy, ...]:
@@ -501,7 +506,7 @@ def _probe(operator: OpaqueCall, values: list[Any]) -> Expected:
         differentiable=list(result.differentiable),
         changed=sorted(result.changed),
         dirty_outputs=result.dirty_outputs,
-        gradients=_probe_gradients(operator, result, tensors),
+        gradients=_probe_gradients(operator, result, [*tensors, *result.changed.values()]),
         views=[i for i in _sharing(tensors, values) if i not in result.dirty_outputs],
         saved_bytes=saved_bytes,
     )

@@ -6,6 +6,7 @@ reason in ``Call.unsupported``; the shipped rule in ``hookkit/rules/operations.p
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import types
 from collections.abc import Callable
@@ -14,16 +15,18 @@ from typing import Any
 import torch
 from thunder.core import jit_ext
 from thunder.core.interpreter import INTERPRETER_SIGNALS, get_interpreterruntimectx, unwrap
-from thunder.core.proxies import ProxyTag
+from thunder.core.proxies import ProxyTag, TensorProxy
 from thunder.core.transforms import _get_gradfn_and_executor, augmented_forward_impls, is_constant_for_vjp
 from thunder.torch.default_torch_ops import torch_auto_registered_ops
 
 from hookkit.engine import gradflow
 from hookkit.engine.calls import lookaside_for
 from hookkit.engine.methods import TensorMethod, is_attribute
+from hookkit.engine.tracing import raise_in_program
 from hookkit.engine.values import wrap_result
+from hookkit.errors import HookError
 
-__all__ = ["iterates", "lacking", "or_opaque"]
+__all__ = ["is_torch_attribute", "iterates", "lacking", "or_opaque", "refuse_assignment"]
 
 # thunder registers these by a list. Their gradients run the operation again, all their results count as differentiable,
 # and an operation that fails does so long after the program was traced.
@@ -141,6 +144,26 @@ def _named(name: str, result: Any) -> Any:
     if type(value) is not tuple or named is None or named.n_sequence_fields != len(value):
         return result
     return wrap_result(named(value), result)
+
+
+def is_torch_attribute(tensor: Any, name: Any, *, value: bool = False) -> bool:
+    """Whether an attribute that torch defines is meant, of a wrapped tensor.
+
+    Args:
+        tensor: the wrapped object.
+        name: the wrapped name.
+        value: whether only attributes count that tell of the tensor's value.
+    """
+    if not isinstance(tensor.value, TensorProxy) or (value and name.value in IDENTITY):
+        return False
+    return inspect.getattr_static(torch.Tensor, name.value, None) is not None
+
+
+def refuse_assignment(name: str, *_: Any) -> Any:
+    """Raise in the program; thunder would set the attribute of a proxy, and nothing would come of it."""
+    return raise_in_program(
+        HookError(f"the program assigns to the attribute {name!r} of a tensor, which a compiled program cannot")
+    )
 
 
 def iterates(function: Any) -> bool:

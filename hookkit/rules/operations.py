@@ -10,11 +10,12 @@ from __future__ import annotations
 import builtins
 from typing import Any
 
+import thunder
 import torch
 
 import hookkit
 
-__all__ = ["maximum", "minimum", "operations"]
+__all__ = ["assignment", "maximum", "minimum", "operations"]
 
 
 def is_unsupported(call: hookkit.Call) -> bool:
@@ -23,6 +24,16 @@ def is_unsupported(call: hookkit.Call) -> bool:
 
 
 operations = hookkit.rule(hookkit.where(is_unsupported), mode="opaque", priority=-200)
+
+
+def fills_by_mask(tensor: Any, key: Any, value: Any) -> bool:
+    """Whether a tensor is assigned where a mask is true: ``x[mask] = y``, which thunder accepts and cannot execute."""
+    keys = key if isinstance(key, tuple) else (key,)
+    return any(getattr(k, "dtype", None) is thunder.bool8 for k in keys) and hasattr(value, "dtype")
+
+
+assignment = hookkit.rule(torch.Tensor.__setitem__, mode="opaque")
+assignment.when(fills_by_mask)
 
 
 def are_scalars(*values: Any, **options: Any) -> bool:
