@@ -50,6 +50,7 @@ class Call:
     source: Source | None = None
     unsupported: str | None = None
     _details: Details | None = attrs.field(init=False, default=None, repr=False)
+    _name: str | None = attrs.field(init=False, default=None, repr=False)
 
     @classmethod
     def pending(
@@ -61,7 +62,8 @@ class Call:
         takes must not look at them.
         """
         call = cls.__new__(cls)
-        call.callable, call.function, call._details, call.unsupported = callable_, function, details, unsupported
+        call.callable, call.function, call._details, call._name = callable_, function, details, None
+        call.unsupported = unsupported
         return call
 
     def __getattr__(self, name: str) -> Any:
@@ -75,11 +77,12 @@ class Call:
     @property
     def name(self) -> str:
         """The name of what is called, as people write it."""
-        if self.function is not None:
-            return self.function.__name__
-        if isinstance(self.callable, MethodWrapperType):  # torch.Tensor.mT.__get__, and other attributes
-            return str(getattr(self.callable.__self__, "__name__", self.callable.__name__))
-        return str(getattr(self.callable, "__name__", None) or type(self.callable).__name__)
+        if self._name is None:
+            named = self.function if self.function is not None else self.callable
+            if isinstance(named, MethodWrapperType):  # torch.Tensor.mT.__get__, and other attributes
+                named = named.__self__
+            self._name = str(getattr(named, "__name__", None) or type(named).__name__)
+        return self._name
 
     def __str__(self) -> str:
         where = f" at {self.source}" if self.source else ""
