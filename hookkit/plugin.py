@@ -6,7 +6,6 @@ import sys
 import threading
 from collections.abc import Callable
 from functools import partial, partialmethod
-from numbers import Number
 from typing import Any
 
 import attrs
@@ -15,19 +14,16 @@ import torch
 from thunder import clang
 from thunder.core import interpreter, jit_ext
 from thunder.core.compile_data import get_compile_data
-from thunder.core.dtypes import to_torch_dtype
-from thunder.core.interpreter import PseudoInst, interpreter_needs_wrap, wrap_const
-from thunder.core.devices import cpu
+from thunder.core.interpreter import interpreter_needs_wrap, wrap_const
 from thunder.core.module import ThunderModule
 from thunder.core.proxies import NumberProxy, TensorProxy
 from thunder.executors.torch_autograd import ThunderFunction
 from thunder.transforms import autodiff
 
 from hookkit import compat
-from hookkit.engine import connection, differentiation, gradflow, modules, mutation, operations
+from hookkit.engine import connection, corrections, differentiation, gradflow, modules, mutation, operations
 from hookkit.engine.calls import lookaside_for, trace_program
 from hookkit.engine.methods import attribute_lookup, fallback_of, method_lookup, torch_callee
-from hookkit.engine.opaque import record_constant
 from hookkit.engine.symbols import export_leaks
 from hookkit.registry import registry
 from hookkit.residuals import mark, save
@@ -131,13 +127,16 @@ def _patches() -> list[Patch]:
     stock_inputs = jit_ext.get_computation_inputs_and_intermediates
     patches += [
         Patch(jit_ext, "get_computation_inputs_and_intermediates", partial(_inputs_and_intermediates, stock_inputs)),
-        Patch(interpreter.MappingKeysView, "__len__", _keys_count),
-        Patch(TensorProxy, "__eq__", partialmethod(_compare, TensorProxy.__eq__)),
-        Patch(TensorProxy, "__ne__", partialmethod(_compare, TensorProxy.__ne__)),
-        *(Patch(NumberProxy, n, partialmethod(_of_value, getattr(NumberProxy, n))) for n in _DECISIONS),
-        Patch(clang, "maybe_broadcast", partial(_broadcast, clang.maybe_broadcast)),
+        Patch(interpreter.MappingKeysView, "__len__", corrections.keys_count),
+        Patch(TensorProxy, "__eq__", partialmethod(corrections.compare, TensorProxy.__eq__)),
+        Patch(TensorProxy, "__ne__", partialmethod(corrections.compare, TensorProxy.__ne__)),
+        *(
+            Patch(NumberProxy, n, partialmethod(corrections.of_known_value, getattr(NumberProxy, n)))
+            for n in corrections.DECISIONS
+        ),
+        Patch(clang, "maybe_broadcast", partial(corrections.broadcast, clang.maybe_broadcast)),
         Patch(ThunderModule, "set_buffer", partialmethod(modules.set_buffer, ThunderModule.set_buffer)),
-        Patch(jit_ext.JitCtx, "proxify", partialmethod(_proxify, jit_ext.JitCtx.proxify)),
+        Patch(jit_ext.JitCtx, "proxify", partialmethod(corrections.proxify, jit_ext.JitCtx.proxify)),
         Patch(thunder, "thunder_general_jit", partial(trace_program, thunder.thunder_general_jit)),
         Patch(thunder, "connect_to_autograd", partial(connection.connect, thunder.connect_to_autograd)),
         Patch(ThunderFunction, "backward", staticmethod(partial(connection.backward, ThunderFunction.backward))),
@@ -164,6 +163,8 @@ def _cache_info(stock: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, A
         return info
 
     return _get_cache_info
+
+
 def _inputs_and_intermediates(stock: Callable[..., Any], trace: Any) -> Any:
     """What thunder asks of a finished trace; by now it is known what composites must return."""
     export_leaks(trace)
@@ -175,7 +176,7 @@ def _lookaside(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Thunder's way of finding what replaces a call, with the rules asked first."""
     answers = {torch.is_grad_enabled: interpreter_needs_wrap(_is_grad_enabled)}
     answers[TensorProxy.requires_grad.fget] = interpreter_needs_wrap(_requires_grad)
-    answers[TensorProxy.dtype.fget] = interpreter_needs_wrap(_dtype)
+    answers[TensorProxy.dtype.fget] = interpreter_needs_wrap(corrections.torch_dtype)
     native = {f: interpreter_needs_wrap(f) for f in (save, mark)}
     answers.update(native)
 
@@ -197,7 +198,7 @@ def _lookaside(stock: Callable[..., Any]) -> Callable[..., Any]:
         if operations.iterates(fn):
             return None
         if fn is setattr and operations.is_torch_attribute(*args[:2]):
-            return partial(operations.refuse_assignment, args[1].value)
+            return operations.assign
         if fn is hasattr and operations.is_torch_attribute(*args[:2], value=True):
             return lambda *_: wrap_const(True)
         if isinstance(fn, torch.fx.GraphModule):
@@ -231,79 +232,9 @@ def _wrapped_owner(function: type[Any]) -> Any:
     return wrapped if wrapped is not None else interpreter.wrap_const(function)
 
 
-def _proxify(context: Any, stock: Callable[..., Any], value: Any) -> Any:
-    """Have tensors in a wrapped value replaced by proxies.
-
-    thunder (``JitCtx.proxify`` in thunder/core/jit_ext.py) makes a named tuple as if it took one sequence, and cannot
-    unpack a tensor that is a constant of the program.
-    """
-    held = value.value
-    if value.original_value is not value.nothing:
-        return stock(context, value)
-    if isinstance(held, torch.Tensor) and _is_constant(value.provenance) and not held.requires_grad:
-        value.register_proxy(record_constant(held))
-        return value.value
-    if not (isinstance(held, tuple) and hasattr(held, "_make")):
-        return stock(context, value)
-    value.track_items()
-    proxies = held._make(item.value for item in value.item_wrappers)
-    value.register_proxy(proxies)
-    for name, attribute in value.attribute_wrappers.items():
-        if name not in held._fields:
-            attribute.register_proxy(getattr(proxies, name))
-    return proxies
-
-
-def _is_constant(provenance: Any) -> bool:
-    """Whether a value is, or is a part of, a constant of the program that no prologue can unpack."""
-    if provenance.inst is PseudoInst.CONSTANT:
-        return not isinstance(provenance.value, int | str)
-    return provenance.inst in (PseudoInst.LOAD_ATTR, PseudoInst.BINARY_SUBSCR) and _is_constant(provenance.inputs[0])
-
-
-def _keys_count(keys: Any) -> int:
-    """``len(d.keys())`` of a dict in a program, which thunder's own keys do not know."""
-    return len(keys.mapping)
-
-
-def _compare(tensor: Any, stock: Callable[..., Any], other: Any) -> Any:
-    """``x == None``, as PyTorch has it: what is no tensor and no number is not equal."""
-    return stock(tensor, other) if isinstance(other, TensorProxy | NumberProxy | Number | torch.Tensor) else NotImplemented
-
-
-# What a program decides by; FloatProxy and the others have these from NumberProxy.
-_DECISIONS = ("__bool__", "__eq__", "__ge__", "__gt__", "__le__", "__lt__", "__ne__")
-
-
-def _of_value(number: Any, stock: Callable[..., Any], *others: Any) -> Any:
-    """A comparison of numbers whose values are known; thunder takes one that is not (``x.item() > 0``) for false."""
-    if any(isinstance(n, NumberProxy) and n.value is None for n in (number, *others)):
-        raise NotImplementedError(
-            "the program branches on the value of a tensor (data dependency), which is not known before it runs"
-        )
-    return stock(number, *others)
-
-
-def _broadcast(stock: Callable[..., Any], *tensors: Any, treat_cpu_scalar_tensors_as_numbers: bool = True) -> Any:
-    """Tensors in their common shape; on the CPU those without dimensions, too.
-
-    thunder leaves them as they are, for the sake of operations with tensors on another device, and then gives them the
-    gradient of the result, not its sum: that of ``x.sum() * y`` for ``x`` is wrong.
-    """
-    elsewhere = any(isinstance(t, TensorProxy) and t.device != cpu for t in tensors)
-    return stock(*tensors, treat_cpu_scalar_tensors_as_numbers=treat_cpu_scalar_tensors_as_numbers and elsewhere)
-
-
 def _is_grad_enabled() -> bool:
     return bool(get_compile_data().is_grad_enabled)
 
 
-def _dtype(tensor: Any) -> torch.dtype:
-    """As torch names it: thunder's own dtypes are not equal to torch's."""
-    return to_torch_dtype(tensor.dtype)  # type: ignore[no-any-return]
-
-
 def _requires_grad(tensor: Any) -> bool:
     return gradflow.requires_grad(jit_ext.get_jit_ctx().computation_trace, tensor)
-
-

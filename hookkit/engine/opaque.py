@@ -139,7 +139,7 @@ class OpaqueCall:
     def returns_state(self) -> bool:
         """Whether the operator returns its state: for the backward, or because it returns nothing else.
 
-        thunder drops a symbol without outputs (``remove_duplicate_number_proxies`` in thunder/core/transform_common.py).
+        thunder drops a symbol without outputs: ``remove_duplicate_number_proxies`` in thunder/core/transform_common.py.
         """
         assert self.expected is not None
         return self.has_backward or not (self.expected.tensors or self.expected.changed)
@@ -229,8 +229,8 @@ def opaque_call(invocation: Invocation, pending: BaseException | None) -> Any:
     name = symbol_name(trace, invocation.name)
 
     def meta(*_: Any) -> tuple[Any, ...]:
-        changed = [TensorMetadata.of_proxy(slots[i]) for i in expected.changed]
-        outputs: list[Any] = [t.proxy(d) for t, d in zip(expected.tensors + changed, expected.differentiable, strict=True)]
+        tensors = [*expected.tensors, *(TensorMetadata.of_proxy(slots[i]) for i in expected.changed)]
+        outputs: list[Any] = [t.proxy(d) for t, d in zip(tensors, expected.differentiable, strict=True)]
         if operator.returns_state:
             outputs.append(AnyProxy(None, prefix="state"))
         if not operator.has_backward:
@@ -394,12 +394,11 @@ def _write_back(invocation: Invocation, slots: list[Proxy], expected: Expected, 
 
     count = len(expected.tensors)
     returned = results[:count]
-    for index, new in zip(expected.changed, results[count : count + len(expected.changed)], strict=True):
-        same = [i for i, d in expected.dirty_outputs.items() if d == index]
-        if any(tuple(returned[i].shape) != tuple(slots[index].shape) for i in same):
+    for place, index in expected.dirty_outputs.items():
+        if tuple(returned[place].shape) != tuple(slots[index].shape):
             raise MetaError(
-                f"{invocation.call} changes the shape of its argument in place, which a compiled program cannot; use the "
-                "operation that returns a new tensor"
+                f"{invocation.call} changes the shape of its argument in place, which a compiled program cannot; use "
+                "the operation that returns a new tensor"
             )
     with tracectx(get_jit_ctx().computation_trace):
         for index, new in zip(expected.changed, results[count : count + len(expected.changed)], strict=True):
@@ -429,8 +428,8 @@ def _find_metadata(
         if invocation.call.unsupported is not None:
             # What an operation of torch does not tell without data depends on the data.
             raise MetaError(
-                f"{invocation.call} cannot be part of a compiled program: {invocation.call.unsupported}; and its result is "
-                f"not known before the program runs ({type(without_data).__name__}: {without_data})"
+                f"{invocation.call} cannot be part of a compiled program: {invocation.call.unsupported}; and its result "
+                f"is not known before the program runs ({type(without_data).__name__}: {without_data})"
             ) from without_data
         try:
             first, second = _on_examples(invocation, operator, slots)

@@ -9,12 +9,11 @@ from __future__ import annotations
 import inspect
 import itertools
 import types
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from thunder.core import jit_ext
-from thunder.core.interpreter import INTERPRETER_SIGNALS, get_interpreterruntimectx, unwrap
+from thunder.core.interpreter import INTERPRETER_SIGNALS, get_interpreterruntimectx, unwrap, wrap_const
 from thunder.core.proxies import ProxyTag, TensorProxy
 from thunder.core.transforms import _get_gradfn_and_executor, augmented_forward_impls, is_constant_for_vjp
 from thunder.torch.default_torch_ops import torch_auto_registered_ops
@@ -26,7 +25,7 @@ from hookkit.engine.tracing import raise_in_program
 from hookkit.engine.values import wrap_result
 from hookkit.errors import HookError
 
-__all__ = ["is_torch_attribute", "iterates", "lacking", "or_opaque", "refuse_assignment"]
+__all__ = ["assign", "is_torch_attribute", "iterates", "lacking", "or_opaque"]
 
 # thunder registers these by a list. Their gradients run the operation again, all their results count as differentiable,
 # and an operation that fails does so long after the program was traced.
@@ -159,15 +158,24 @@ def is_torch_attribute(tensor: Any, name: Any, *, value: bool = False) -> bool:
     return inspect.getattr_static(torch.Tensor, name.value, None) is not None
 
 
-def refuse_assignment(name: str, *_: Any) -> Any:
-    """Raise in the program; thunder would set the attribute of a proxy, and nothing would come of it."""
+def assign(tensor: Any, name: Any, value: Any) -> Any:
+    """Assign to an attribute that torch defines, of a wrapped tensor; what a program cannot see is done.
+
+    thunder would set the attribute of a proxy, and nothing would come of it. ``x.requires_grad = True`` makes a leaf of
+    a tensor that the program has made, whose gradient nobody can ask for.
+    """
+    trace = jit_ext.get_jit_ctx().computation_trace
+    if name.value == "requires_grad":
+        before, after = gradflow.requires_grad(trace, tensor.value), bool(unwrap(value))
+        if before == after or (after and tensor.value.history is None):
+            return wrap_const(None)
     return raise_in_program(
-        HookError(f"the program assigns to the attribute {name!r} of a tensor, which a compiled program cannot")
+        HookError(f"the program assigns to the attribute {name.value!r} of a tensor, which a compiled program cannot")
     )
 
 
 def iterates(function: Any) -> bool:
-    """Whether a callable of Python's own makes an iterator, which thunder takes for an operation on what it goes over."""
+    """Whether a callable makes one of Python's iterators, which thunder takes for an operation on what it goes over."""
     return getattr(function, "__name__", None) == "__new__" and getattr(function, "__self__", None) in _ITERATORS
 
 

@@ -15,7 +15,7 @@ import torch
 
 import hookkit
 
-__all__ = ["assignment", "maximum", "minimum", "operations"]
+__all__ = ["assignment", "maximum", "minimum", "operations", "requires_grad_"]
 
 
 def is_unsupported(call: hookkit.Call) -> bool:
@@ -24,6 +24,13 @@ def is_unsupported(call: hookkit.Call) -> bool:
 
 
 operations = hookkit.rule(hookkit.where(is_unsupported), mode="opaque", priority=-200)
+
+
+@hookkit.rule(torch.Tensor.requires_grad_, mode="trace")
+def requires_grad_(tensor: Any, requires_grad: bool = True) -> Any:
+    """The tensor, if a compiled program can see to it that it requires grad."""
+    tensor.requires_grad = requires_grad
+    return tensor
 
 
 def fills_by_mask(tensor: Any, key: Any, value: Any) -> bool:
@@ -41,7 +48,9 @@ def are_scalars(*values: Any, **options: Any) -> bool:
     if options or len(values) < 2 or not all(hasattr(v, "numel") for v in values):
         return False
     first = values[0]
-    return all(v.numel == 1 and (v.shape, v.dtype, v.device) == (first.shape, first.dtype, first.device) for v in values)
+    return all(
+        v.numel == 1 and (v.shape, v.dtype, v.device) == (first.shape, first.dtype, first.device) for v in values
+    )
 
 
 @hookkit.rule(builtins.max)
