@@ -63,6 +63,12 @@ class Invocation:
     grad_mode: bool
 
     @property
+    def name(self) -> str:
+        """What the call's symbol is called: after the Function, or the rule, or else what a predicate was asked about."""
+        by_rule = self.call.function is None and (self.rule.forward is not None or self.rule.is_named)
+        return self.rule.name if by_rule else self.call.name
+
+    @property
     def subject(self) -> Any:
         """What is remembered if the call cannot be traced: the Function, or the rule."""
         return self.call.function or self.rule
@@ -208,7 +214,7 @@ def _with_backward(
     forward_symbols = list(forward_symbols)
     outputs, returned, own = _own_outputs(invocation, output, residuals, bool(inputs), forward_symbols, last_values)
     composite = Composite(
-        name=rule.name if invocation.call.function is None else invocation.call.name,
+        name=invocation.name,
         inputs=(),
         outputs=tuple(outputs),
         forward=forward_symbols,
