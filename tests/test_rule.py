@@ -292,3 +292,22 @@ def test_a_provider_declared_after_the_first_compilation_is_seen_by_the_next_cal
     assert torch.equal(torch.autograd.grad(jitted(x).sum(), x)[0], torch.full((3,), 2.0))
     scaled.backward(lambda saved, grad: {"x": grad * 200})
     assert torch.equal(torch.autograd.grad(jitted(x).sum(), x)[0], torch.full((3,), 200.0))
+
+
+def test_a_rule_for_a_function_that_ran_opaque_before_is_traced(x):
+    class Recorded(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return torch.from_numpy(x.detach().numpy() * 2)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 100
+
+    jitted = thunder.jit(lambda x: Recorded.apply(x))
+    with pytest.warns(hookkit.MetaWarning), pytest.warns(hookkit.OpaqueFallbackWarning):
+        jitted(x)
+    assert [c.outcome for c in hookkit.report(jitted).calls] == ["opaque"]
+    hookkit.rule(Recorded)(lambda x: x * 2)
+    jitted(x)
+    assert [c.outcome for c in hookkit.report(jitted).calls] == ["traced"]

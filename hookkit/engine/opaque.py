@@ -250,7 +250,7 @@ def fall_back(invocation: Invocation, error: BaseException, memory: Any) -> Any:
             'mode="trace"; mode="auto" lets the call run as one opaque operator.'
         ) from error
     result = opaque_call(invocation, error)
-    subject = call.function or rule
+    subject = invocation.subject
     if subject not in memory:
         memory[subject] = reason
         warnings.warn(
