@@ -1,0 +1,94 @@
+"""python -m hookkit: what a bug report needs, and explain."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+import hookkit
+from hookkit.__main__ import main
+
+PROGRAM = """
+import torch
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 100
+
+def program(x, y=None):
+    return Twice.apply(x)
+
+def broken(x):
+    raise ValueError("out of order")
+
+example_inputs = (torch.ones(3, requires_grad=True),)
+
+def two_inputs():
+    return torch.ones(3), torch.ones(3)
+
+one_input = torch.ones(3)
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    (tmp_path / "hookkit_cli_program.py").write_text(PROGRAM)
+    monkeypatch.chdir(tmp_path)
+    yield "hookkit_cli_program"
+    sys.modules.pop("hookkit_cli_program", None)
+
+
+def test_versions_compat_measures_rules_and_entry_points_are_printed(capsys):
+    hookkit.rule("no.such.module:operation", mode="opaque", priority=4)
+    assert main([]) == 0
+    printed = capsys.readouterr().out
+    assert f"torch     {torch.__version__}" in printed
+    assert "Python    3." in printed
+    assert "thunder   0." in printed
+    assert f"hookkit   {hookkit.__version__}, enabled" in printed
+    assert "compat measures:\n  " in printed
+    assert "\n  autograd_function: torch.autograd.function.Function (mode auto, priority -100, declared at " in printed
+    assert "operation: no.such.module:operation (mode opaque, priority 4, declared at " in printed
+    assert "); no.such.module is not imported" in printed
+    assert "entry points 'hookkit.rules':" in printed
+
+
+def test_a_program_is_explained_with_the_example_inputs_of_its_module(capsys, module):
+    assert main(["explain", f"{module}:program"]) == 0
+    assert "Twice() at " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("inputs", ["two_inputs", "one_input"])
+def test_example_inputs_can_be_named(capsys, module, inputs):
+    assert main(["explain", f"{module}:program", "--inputs", f"{module}:{inputs}"]) == 0
+    assert "taken by autograd_function" in capsys.readouterr().out
+
+
+def test_an_explanation_can_be_json(capsys, module):
+    assert main(["explain", f"{module}:program", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["calls"][0]["name"] == "Twice"
+
+
+def test_a_program_that_cannot_be_traced_gives_status_one(capsys, module):
+    assert main(["explain", f"{module}:broken"]) == 1
+    assert "tracing stopped here: ValueError: out of order" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no colon"], "is not of the form module:name"),
+        (["no_such_module_at_all:f"], "'no_such_module_at_all:f' is not there: No module named"),
+        (["hookkit_cli_program:nothing"], "has no attribute 'nothing'"),
+        (["math:sqrt"], "called example_inputs in the program's module, or named with --inputs"),
+    ],
+)
+def test_what_is_not_there_gives_status_two_and_says_what_to_do(capsys, module, arguments, message):
+    assert main(["explain", *arguments]) == 2
+    assert message in capsys.readouterr().err
