@@ -311,3 +311,18 @@ def test_a_rule_for_a_function_that_ran_opaque_before_is_traced(x):
     hookkit.rule(Recorded)(lambda x: x * 2)
     jitted(x)
     assert [c.outcome for c in hookkit.report(jitted).calls] == ["traced"]
+
+
+def test_a_provider_for_a_function_that_changes_python_state_is_opaque(x):
+    calls = []
+
+    @hookkit.rule(Scale)
+    def scaled(x):
+        calls.append(1)
+        return x * len(calls)
+
+    with pytest.warns(hookkit.OpaqueFallbackWarning, match="it changes Python state"):
+        jitted = thunder.jit(lambda x: Scale.apply(Scale.apply(x)))
+        jitted(x)
+    calls.clear()
+    assert torch.equal(jitted(x), x * 1 * 2)

@@ -92,9 +92,7 @@ def trace_program(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             _untraceable[again.subject] = again.reason
 
 
-def _positional(
-    owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _positional(owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of ``Function.apply`` by position, as torch passes them on.
 
     With ``setup_context`` defaults are filled in (torch/autograd/function.py, ``Function.apply``); without it keywords
@@ -196,7 +194,9 @@ def _run(invocation: Invocation, record: records.CallRecord) -> Any:
 def _reachable(invocation: Invocation) -> tuple[State, State]:
     """What a call's code can reach: all of it, and what is not made by the program while it is traced."""
     given = [g for g in (invocation.owner, *invocation.args, *invocation.kwargs.values()) if g is not None]
-    providers = [] if invocation.call.function else [invocation.rule.forward, invocation.rule.backward_provider]
+    rule = invocation.rule
+    # Where the callee runs itself the providers are hookkit's own, and the Function is among what is given.
+    providers = [] if rule.opaque_callee and invocation.owner is not None else [rule.forward, rule.backward_provider]
     outside = [g for g in given if not invocation.is_made_by_program(g)]
     everything = State.reachable_from([*map(unwrap, given), *providers])
     if len(outside) == len(given):
