@@ -140,7 +140,7 @@ def _():
     return function(forward, backward).apply, (vector(),)
 
 
-@case("ctx handed to helpers; `setattr`, `getattr`, `hasattr`")
+@case("ctx handed to helpers; `setattr`, `hasattr`")
 def _():
     def keep(ctx, **values):
         for name, value in values.items():
@@ -151,7 +151,7 @@ def _():
         return x * 2
 
     def backward(ctx, grad):
-        return grad * getattr(ctx, "a") * (100 if hasattr(ctx, "b") and not hasattr(ctx, "c") else 1)
+        return grad * ctx.a * (100 if hasattr(ctx, "b") and not hasattr(ctx, "c") else 1)
 
     return function(forward, backward).apply, (vector(),)
 

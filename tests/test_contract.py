@@ -1,4 +1,4 @@
-"""The table of the contract of torch.autograd.Function in the docs: every row is run, and has the state that it says."""
+"""The table of the contract of torch.autograd.Function in the docs: every row is run and has the state it says."""
 
 import copy
 import sys

@@ -1,13 +1,16 @@
-"""The reference of errors names every message that hookkit can give, and none that it cannot."""
+"""What the docs say about the code, held against it: every message, and the names of functions."""
 
 import ast
+import functools
+import importlib
+import pkgutil
 import re
 from pathlib import Path
 
 import pytest
 
 import hookkit
-from hookkit import errors
+from hookkit import engine, errors
 
 ROOT = Path(__file__).parent.parent
 ROW = re.compile(r"^\| ((?:`[^`]+`(?: or )?)+) \|", re.MULTILINE)
@@ -24,8 +27,13 @@ def text_of(node):
             return "…"
 
 
+@functools.cache
 def messages():
     """Each message of hookkit's errors and warnings, with the name of its class and its place."""
+    return list(find_messages())
+
+
+def find_messages():
     for path in sorted((ROOT / "hookkit").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if not (isinstance(node, ast.Call) and node.args):
@@ -38,6 +46,7 @@ def messages():
                 yield pytest.param(name, message, id=f"{path.stem}-{node.lineno}")
 
 
+@functools.cache
 def rows():
     """The messages that the page has, by class."""
     name, found = "", []
@@ -68,3 +77,23 @@ def test_the_reference_has_every_class():
     text = (ROOT / "docs/reference/errors.md").read_text()
     assert all(f"## {name}\n" in text for name in errors.__all__)
     assert set(errors.__all__) <= set(hookkit.__all__)
+
+
+MODULES = {m.name for m in pkgutil.iter_modules(engine.__path__)}
+NAMES = re.compile(r"`(\w+)\.(\w+(?:\.\w+)*)`")
+
+
+def names_of_functions():
+    for path in sorted((ROOT / "docs/explanation").glob("*.md")):
+        for module, name in NAMES.findall(path.read_text()):
+            if module in MODULES:
+                yield f"hookkit.engine.{module}", name
+            elif (ROOT / f"hookkit/{module}.py").exists() and name != "py":
+                yield f"hookkit.{module}", name
+
+
+@pytest.mark.parametrize(("module", "name"), sorted(set(names_of_functions())))
+def test_a_function_that_the_explanation_names_is_there(module, name):
+    found = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
