@@ -30,6 +30,7 @@ exclude_patterns = ["_build"]
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 
+python_maximum_signature_line_length = 88
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
@@ -48,7 +49,7 @@ nitpick_ignore_regex = [
     (r"py:class", r"None|bool|int|str|tuple|dict|type|RuntimeError|UserWarning"),
 ]
 
-smartquotes = False
+smartquotes_action = "D"  # dashes only: quotes stay what is typed
 
 html_theme = "furo"
 html_title = f"hookkit {release}"

@@ -1,4 +1,4 @@
-"""The contract of ``torch.autograd.Function``, point by point: small programs, and what becomes of each under thunder.jit.
+"""The contract of ``torch.autograd.Function``: small programs, and what becomes of each under thunder.jit.
 
 ``tests/test_contract.py`` runs every case against eager PyTorch and holds its state; the directive ``contract-table``
 makes the table of the reference from the same list.

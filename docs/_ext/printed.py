@@ -12,7 +12,7 @@ import io
 import linecache
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from docutils import nodes
 from docutils.parsers.rst import directives
@@ -25,7 +25,11 @@ BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 class Printed(SphinxDirective):
     """Shows what the Python block before the directive prints."""
 
-    option_spec = {"language": directives.unchanged, "from": directives.unchanged, "until": directives.unchanged}
+    option_spec: ClassVar[dict[str, Any]] = {
+        "language": directives.unchanged,
+        "from": directives.unchanged,
+        "until": directives.unchanged,
+    }
 
     def run(self) -> list[nodes.Node]:
         path = Path(self.env.doc2path(self.env.docname))

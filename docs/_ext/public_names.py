@@ -1,4 +1,4 @@
-"""References by annotations: ``hookkit.rule.Rule``, where a class is defined, leads to ``hookkit.Rule``, its public name.
+"""References by annotations: ``hookkit.rule.Rule``, where a class is made, leads to ``hookkit.Rule``, its public name.
 
 A type in an annotation that is not public is shown without a link.
 """
