@@ -99,6 +99,8 @@ class OpaqueCall:
         autocasts: the autocast regions around the call.
         expected: what it returns.
         program_outputs: from the place of a gradient to that of the program's output whose gradient it is.
+        needed_gradients: from the place of an input's gradient to its proxy, where thunder computes with the gradient,
+            and zeros must stand for one that is undefined.
     """
 
     description: str
@@ -109,6 +111,7 @@ class OpaqueCall:
     autocasts: tuple[Autocast, ...]
     expected: Expected | None = None
     program_outputs: dict[int, int] = attrs.field(factory=dict)
+    needed_gradients: dict[int, TensorProxy] = attrs.field(factory=dict)
 
     def run(self, values: Sequence[Any], copied: Sequence[int] = ()) -> EagerResult:
         """Call the callee with values in the places of the slots."""
@@ -147,8 +150,11 @@ class OpaqueCall:
             None if undefined and self.program_outputs.get(i, -1) >= 0 and undefined[self.program_outputs[i]] else g
             for i, g in enumerate(gradients)
         ]
-        found = state.backward(given)
-        return tuple(found.get(i) for i in self.expected.gradients)
+        found = [state.backward(given).get(i) for i in self.expected.gradients]
+        for place, proxy in self.needed_gradients.items():
+            if found[place] is None:
+                found[place] = _example(proxy, None).zero_()
+        return tuple(found)
 
     def _check(self, tensors: list[torch.Tensor], structure: Any, result: EagerResult) -> None:
         """Compare what the call returned with its metadata.
