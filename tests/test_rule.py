@@ -332,6 +332,6 @@ def test_the_gradient_of_an_opaque_call_that_nothing_used_is_zero_where_thunder_
     squared = hookkit.rule(scale, mode="opaque")(lambda x, factor=2.0: (x.square(), hookkit.save(x=x)))
     squared.backward(lambda saved, grad: {"x": 200 * saved.x * grad})
     jitted = thunder.jit(lambda x: (scale(x.sin()), scale(x), x * 3))
-    first, second, third = jitted(x)
+    _, second, third = jitted(x)
     assert torch.equal(torch.autograd.grad(third.sum(), x, retain_graph=True)[0], torch.full((3,), 3.0))
     torch.testing.assert_close(torch.autograd.grad(second.sum(), x)[0], 200 * x)

@@ -50,7 +50,7 @@ def _(
 ):
     if weight is not None or label_smoothing or reduction != "mean" or size_average is not None or reduce is not None:
         return hookkit.decline("only the plain mean is fused")
-    return input.ndim == 2 and target.ndim == 1 or hookkit.decline("input must be rows of logits")
+    return (input.ndim == 2 and target.ndim == 1) or hookkit.decline("input must be rows of logits")
 
 
 @fused_cross_entropy.backward

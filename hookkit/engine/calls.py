@@ -92,7 +92,9 @@ def trace_program(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             _untraceable[again.subject] = again.reason
 
 
-def _positional(owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _positional(
+    owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of ``Function.apply`` by position, as torch passes them on.
 
     With ``setup_context`` defaults are filled in (torch/autograd/function.py, ``Function.apply``); without it keywords
@@ -155,8 +157,9 @@ def _take_over(
 def _run(invocation: Invocation, record: records.CallRecord) -> Any:
     rule, call = invocation.rule, invocation.call
     subject = invocation.subject
-    if rule.mode == "opaque" or (rule.mode == "auto" and subject in _untraceable):
-        record.became("opaque", 'mode="opaque"' if rule.mode == "opaque" else _untraceable[subject])
+    reason = _why_opaque(invocation)
+    if reason is not None:
+        record.became("opaque", reason)
         return opaque.opaque_call(invocation, None)
     trace = get_jit_ctx().computation_trace
     key = replay.key_of(invocation)
@@ -191,12 +194,27 @@ def _run(invocation: Invocation, record: records.CallRecord) -> Any:
     return result
 
 
+def _why_opaque(invocation: Invocation) -> str | None:
+    """Why a call is made opaque without trying to trace it, or None."""
+    rule = invocation.rule
+    if rule.mode == "opaque":
+        return 'mode="opaque"'
+    if rule.mode == "auto":
+        if invocation.subject in _untraceable:
+            return _untraceable[invocation.subject]
+        if rule.opaque_callee and get_compile_data().autocast_stack.stack:
+            # thunder casts fewer operations than PyTorch, and custom_fwd and custom_bwd ask PyTorch for its state
+            return "autocast is on"
+    return None
+
+
 def _reachable(invocation: Invocation) -> tuple[State, State]:
     """What a call's code can reach: all of it, and what is not made by the program while it is traced."""
     given = [g for g in (invocation.owner, *invocation.args, *invocation.kwargs.values()) if g is not None]
     rule = invocation.rule
     # Where the callee runs itself the providers are hookkit's own, and the Function is among what is given.
-    providers = [] if rule.opaque_callee and invocation.owner is not None else [rule.forward, rule.backward_provider]
+    itself = rule.opaque_callee and invocation.call.function is not None
+    providers = [] if itself else [rule.forward, rule.backward_provider]
     outside = [g for g in given if not invocation.is_made_by_program(g)]
     everything = State.reachable_from([*map(unwrap, given), *providers])
     if len(outside) == len(given):

@@ -169,16 +169,9 @@ def _take_cotangents(backward: Any, kept: list[int], extra: bool) -> None:
     cotangents = [cotangents[i] for i in kept]
     others = [*others, None] if extra else others
     places = {c.name: i for i, c in enumerate(cotangents) if isinstance(c, Proxy)}
-    computed_with = {
-        a.name
-        for b in backward.bound_symbols
-        if b.sym.id != prims.PrimIDs.RETURN and not gradflow.is_opaque_backward(b)
-        for a in b.flat_proxy_args
-    }
     for bsym in backward.bound_symbols:
         if gradflow.is_opaque_backward(bsym):
             operator = bsym._call_ctx[bsym.sym.name].__self__
-            operator.needed_gradients = {i: o for i, o in enumerate(bsym.output) if o.name in computed_with}
             operator.program_outputs = {
                 i: places[a.name] for i, a in enumerate(bsym.args[1:]) if isinstance(a, Proxy) and a.name in places
             }

@@ -11,7 +11,7 @@ import contextlib
 import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import attrs
 import torch
@@ -26,7 +26,8 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from torch.overrides import TorchFunctionMode
 
 from hookkit.engine import gradflow
-from hookkit.engine.eager import Autocast, EagerResult, EagerState, fill, provider_callee, run_eagerly, split_tensors
+from hookkit.engine.direct import DirectCall
+from hookkit.engine.eager import Autocast, EagerResult, OpaqueState, fill, provider_callee, run_eagerly, split_tensors
 from hookkit.engine.effects import State
 from hookkit.engine.symbols import make_symbol, symbol_name
 from hookkit.engine.traced import Invocation
@@ -52,6 +53,10 @@ class TensorMetadata:
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} on {self.device}"
+
+    def zeros(self) -> torch.Tensor:
+        """A tensor of zeros with this metadata."""
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
     def proxy(self, requires_grad: bool) -> TensorProxy:
         """A new proxy with this metadata."""
@@ -83,7 +88,9 @@ class Expected:
     changed: list[int]
     dirty_outputs: dict[int, int]
     gradients: list[int]
+    direct: bool = False
     saved_bytes: int | None = None
+    is_tuple: bool = False
 
 
 @attrs.define(eq=False)
@@ -99,8 +106,8 @@ class OpaqueCall:
         autocasts: the autocast regions around the call.
         expected: what it returns.
         program_outputs: from the place of a gradient to that of the program's output whose gradient it is.
-        needed_gradients: from the place of an input's gradient to its proxy, where thunder computes with the gradient,
-            and zeros must stand for one that is undefined.
+        direct: the short way of the call, if it has one.
+        inputs: the metadata of the slots that get a gradient.
     """
 
     description: str
@@ -111,7 +118,8 @@ class OpaqueCall:
     autocasts: tuple[Autocast, ...]
     expected: Expected | None = None
     program_outputs: dict[int, int] = attrs.field(factory=dict)
-    needed_gradients: dict[int, TensorProxy] = attrs.field(factory=dict)
+    direct: DirectCall | None = None
+    inputs: dict[int, TensorMetadata] = attrs.field(factory=dict)
 
     def run(self, values: Sequence[Any], copied: Sequence[int] = ()) -> EagerResult:
         """Call the callee with values in the places of the slots."""
@@ -131,8 +139,15 @@ class OpaqueCall:
         assert self.expected is not None
         return any(self.expected.differentiable)
 
-    def forward(self, *values: Any) -> tuple[Any, ...]:
+    def operator(self) -> Callable[..., Any]:
         """What the operator does at run time."""
+        assert self.expected is not None
+        if self.direct is not None:
+            return self.direct.operator(self.expected.tensors, self.expected.is_tuple, self._refuse)
+        return self.forward
+
+    def forward(self, *values: Any) -> tuple[Any, ...]:
+        """What the operator does at run time, for any callee."""
         assert self.expected is not None
         result = self.run(values, self.expected.changed)
         tensors, structure = split_tensors(result.output)
@@ -140,21 +155,22 @@ class OpaqueCall:
         outputs = [*tensors, *(result.changed[i] for i in self.expected.changed)]
         return (*outputs, result.state) if self.has_backward else tuple(outputs)
 
-    def backward(self, state: EagerState | None, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def _refuse(self, output: Any) -> NoReturn:
+        tensors, structure = split_tensors(output)
+        self._check(tensors, structure, EagerResult(structure, [t.requires_grad for t in tensors], {}, {}, None))
+        raise MetaError(f"{self.description} returned a tensor that does not require grad, although its metadata said so")
+
+    def backward(self, state: OpaqueState | None, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """What the backward operator does at run time."""
         assert self.expected is not None
         if state is None:
             raise MetaError(f"{self.description} returned no tensor that requires grad, although its metadata said so")
-        undefined = state.undefined or []
-        given = [
-            None if undefined and self.program_outputs.get(i, -1) >= 0 and undefined[self.program_outputs[i]] else g
-            for i, g in enumerate(gradients)
-        ]
-        found = [state.backward(given).get(i) for i in self.expected.gradients]
-        for place, proxy in self.needed_gradients.items():
-            if found[place] is None:
-                found[place] = _example(proxy, None).zero_()
-        return tuple(found)
+        undefined, places = state.undefined, self.program_outputs
+        if undefined and places:
+            gradients = tuple(None if i in places and undefined[places[i]] else g for i, g in enumerate(gradients))
+        found = state.backward(gradients)
+        # the trace adds gradients up, and None cannot be added
+        return tuple([self.inputs[i].zeros() if (g := found.get(i)) is None else g for i in self.expected.gradients])
 
     def _check(self, tensors: list[torch.Tensor], structure: Any, result: EagerResult) -> None:
         """Compare what the call returned with its metadata.
@@ -216,6 +232,8 @@ def opaque_call(invocation: Invocation, pending: BaseException | None) -> Any:
     trace = jit.computation_trace
     operator, slots = _operator(invocation)
     operator.expected = expected = _find_metadata(invocation, operator, slots, pending)
+    if not expected.direct:
+        operator.direct = None
     name = symbol_name(trace, invocation.call.name if invocation.call.function is not None else invocation.rule.name)
 
     def meta(*_: Any) -> tuple[Any, ...]:
@@ -223,9 +241,9 @@ def opaque_call(invocation: Invocation, pending: BaseException | None) -> Any:
         outputs += [TensorProxy(like=slots[i], requires_grad=False) for i in expected.changed]
         return (*outputs, AnyProxy(None, prefix="state")) if operator.has_backward else tuple(outputs)
 
-    symbol = make_symbol(jit.ad_hoc_executor, name, meta, operator.forward, kind=gradflow.CALL, is_prim=True, keep=True)
+    symbol = make_symbol(jit.ad_hoc_executor, name, meta, operator.operator(), kind=gradflow.CALL, is_prim=True, keep=True)
     transform = (
-        _gradient_transform(jit.ad_hoc_executor, symbol, name, operator) if operator.has_backward else None
+        _gradient_transform(jit.ad_hoc_executor, symbol, name, operator, slots) if operator.has_backward else None
     )
     jit.ad_hoc_executor._implmap[symbol.id] = ImplInfo(symbol=symbol, grad_transform=transform)
     with tracectx(trace):
@@ -257,6 +275,8 @@ def fall_back(invocation: Invocation, error: BaseException, memory: Any) -> Any:
         ) from error
     result = opaque_call(invocation, error)
     subject = invocation.subject
+    if not getattr(error, "lasting", True):
+        return result
     if subject not in memory:
         memory[subject] = reason
         warnings.warn(
@@ -288,7 +308,8 @@ def _operator(invocation: Invocation) -> tuple[OpaqueCall, list[Proxy]]:
         for device, dtype, enabled in get_compile_data().autocast_stack.stack
     )
     needs = tuple(gradflow.requires_grad(trace, p) for p in slots)
-    return OpaqueCall(str(call), callee, arguments, needs, invocation.grad_mode, autocasts), slots
+    direct = DirectCall.of(call.function if rule.opaque_callee else None, arguments, needs)
+    return OpaqueCall(str(call), callee, arguments, needs, invocation.grad_mode, autocasts, direct=direct), slots
 
 
 def _torch_dtype(dtype: Any) -> torch.dtype:
@@ -320,9 +341,17 @@ def _contents(cell: Any) -> Any:
         return None
 
 
-def _gradient_transform(executor: Any, symbol: Any, name: str, operator: OpaqueCall) -> Callable[..., Any]:
+def _gradient_transform(
+    executor: Any, symbol: Any, name: str, operator: OpaqueCall, slots: list[Any]
+) -> Callable[..., Any]:
     expected = operator.expected
     assert expected is not None
+    operator.inputs = {
+        i: TensorMetadata(
+            tuple(slots[i].shape), dtypes.to_torch_dtype(slots[i].dtype), to_torch_device(slots[i].device)
+        )
+        for i in expected.gradients
+    }
 
     def transform(*args: Any) -> Any:
         results = symbol(*args)
@@ -420,6 +449,7 @@ def _probe(operator: OpaqueCall, values: list[Any]) -> Expected:
         if not isinstance(leaf, (*PLAIN, Slot)) and not callable(leaf) and not hasattr(leaf, "__module__"):
             raise MetaError(f"{operator.description} returned {type(leaf).__name__}, which is not known before it runs")
     saved_bytes = result.state.saved_bytes() if result.state is not None else 0
+    direct = _can_go_directly(operator, result, structure, values)  # before the backward frees what is kept
     return Expected(
         structure=structure,
         tensors=[TensorMetadata.of(t) for t in tensors],
@@ -428,7 +458,20 @@ def _probe(operator: OpaqueCall, values: list[Any]) -> Expected:
         dirty_outputs=result.dirty_outputs,
         gradients=_probe_gradients(operator, result, tensors),
         saved_bytes=saved_bytes,
+        direct=direct,
+        is_tuple=isinstance(structure, tuple),
     )
+
+
+def _can_go_directly(operator: OpaqueCall, result: EagerResult, structure: Any, values: list[Any]) -> bool:
+    """Whether a call can go the short way: all its outputs are tensors that one node owns, and it changes nothing."""
+    flat = isinstance(structure, Slot) or (type(structure) is tuple and all(isinstance(s, Slot) for s in structure))
+    plain = operator.grad_mode and not operator.autocasts and not result.changed
+    if operator.direct is None or result.state is None or not flat or not plain or not all(result.differentiable):
+        return False
+    node = result.state.edges[0].node
+    owned = isinstance(node, torch.autograd.function.BackwardCFunction)
+    return owned and all(e.node is node for e in result.state.edges) and operator.direct.keeps_its_inputs(node, values)
 
 
 def _probe_gradients(operator: OpaqueCall, result: EagerResult, tensors: list[torch.Tensor]) -> list[int]:
