@@ -222,7 +222,10 @@ def _why_opaque(invocation: Invocation) -> str | None:
 def _reachable(invocation: Invocation) -> tuple[State, State]:
     """What a call's code can reach: all of it, and what is not made by the program while it is traced."""
     given = [g for g in (invocation.owner, *invocation.args, *invocation.kwargs.values()) if g is not None]
-    providers = [] if invocation.call.function else [invocation.rule.forward, invocation.rule.backward_provider]
+    rule = invocation.rule
+    # Where the callee runs itself the providers are hookkit's own, and the Function is among what is given.
+    itself = rule.opaque_callee and invocation.call.function is not None
+    providers = [] if itself else [rule.forward, rule.backward_provider]
     outside = [g for g in given if not invocation.is_made_by_program(g)]
     everything = State.reachable_from([*map(unwrap, given), *providers])
     if len(outside) == len(given):

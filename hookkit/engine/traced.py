@@ -70,8 +70,8 @@ class Invocation:
 
     @property
     def subject(self) -> Any:
-        """What is remembered if the call cannot be traced: the Function, or the rule."""
-        return self.call.function or self.rule
+        """What is remembered if the call cannot be traced: the rule, or the Function that runs itself under it."""
+        return self.call.function if self.call.function is not None and self.rule.opaque_callee else self.rule
 
     @staticmethod
     def is_made_by_program(value: Any) -> bool:
