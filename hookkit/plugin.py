@@ -181,7 +181,7 @@ def _inputs_and_intermediates(stock: Callable[..., Any], trace: Any) -> Any:
 
 def _lookaside(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Thunder's way of finding what replaces a call, with the rules asked first."""
-    answers = {torch.is_grad_enabled: interpreter_needs_wrap(_is_grad_enabled)}
+    answers: dict[Any, Any] = {torch.is_grad_enabled: interpreter_needs_wrap(_is_grad_enabled)}
     answers[TensorProxy.requires_grad.fget] = interpreter_needs_wrap(_requires_grad)
     answers[TensorProxy.dtype.fget] = interpreter_needs_wrap(corrections.torch_dtype)
     native = {f: interpreter_needs_wrap(f) for f in (save, mark)}

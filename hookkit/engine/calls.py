@@ -100,9 +100,7 @@ def trace_program(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             _untraceable[again.subject] = again.reason
 
 
-def _positional(
-    owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _positional(owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of ``Function.apply`` by position, as torch passes them on.
 
     With ``setup_context`` defaults are filled in (torch/autograd/function.py, ``Function.apply``); without it keywords

@@ -41,7 +41,7 @@ class TensorMethod:
     @property
     def is_known(self) -> bool:
         """Whether thunder has the method."""
-        return bool(resolve_language(Languages.TORCH).has_method(self.name))  # type: ignore[attr-defined]
+        return bool(resolve_language(Languages.TORCH).has_method(self.name))
 
     def __call__(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         """What thunder does without a rule."""

@@ -37,6 +37,7 @@ from hookkit.residuals import Residuals
 
 __all__ = ["OpaqueCall", "fall_back", "opaque_call", "record_constant"]
 
+
 @attrs.frozen
 class TensorMetadata:
     """What thunder knows of a tensor."""
@@ -173,7 +174,9 @@ class OpaqueCall:
     def _refuse(self, output: Any) -> NoReturn:
         tensors, structure = split_tensors(output)
         self._check(tensors, structure, EagerResult(structure, [t.requires_grad for t in tensors], {}, {}, None))
-        raise MetaError(f"{self.description} returned a tensor that does not require grad, although its metadata said so")
+        raise MetaError(
+            f"{self.description} returned a tensor that does not require grad, although its metadata said so"
+        )
 
     def backward(self, state: OpaqueState | None, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """What the backward operator does at run time."""
@@ -222,7 +225,7 @@ def _same_structure(a: Any, b: Any) -> bool:
         return list(a) == list(b) and all(_same_structure(a[k], b[k]) for k in a)
     if isinstance(a, tuple | list):
         return len(a) == len(b) and all(map(_same_structure, a, b))
-    if isinstance(a, PLAIN) or isinstance(a, Slot):
+    if isinstance(a, (*PLAIN, Slot)):
         return bool(a == b or (a != a and b != b))
     if attrs.has(type(a)) or hasattr(type(a), "__dataclass_fields__"):
         return _same_structure(dict(vars(a)), dict(vars(b))) if hasattr(a, "__dict__") else bool(a == b)
@@ -261,7 +264,9 @@ def opaque_call(invocation: Invocation, pending: BaseException | None) -> Any:
                 output.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
         return tuple(outputs)
 
-    symbol = make_symbol(jit.ad_hoc_executor, name, meta, operator.operator(), kind=gradflow.CALL, is_prim=True, keep=True)
+    symbol = make_symbol(
+        jit.ad_hoc_executor, name, meta, operator.operator(), kind=gradflow.CALL, is_prim=True, keep=True
+    )
     transform = symbol
     if operator.has_backward:
         transform = _gradient_transform(jit.ad_hoc_executor, symbol, name, operator, slots)
@@ -293,7 +298,7 @@ def record_constant(tensor: torch.Tensor) -> TensorProxy:
     with tracectx(trace):
         trace.push_scope(trace.scopes[0])
         try:
-            return symbol()  # type: ignore[no-any-return]
+            return symbol()
         finally:
             trace.pop_scope()
 
@@ -363,7 +368,7 @@ def _operator(invocation: Invocation) -> tuple[OpaqueCall, list[Proxy]]:
 
 
 def _torch_dtype(dtype: Any) -> torch.dtype:
-    return dtype if isinstance(dtype, torch.dtype) else dtypes.to_torch_dtype(dtype)  # type: ignore[no-any-return]
+    return dtype if isinstance(dtype, torch.dtype) else dtypes.to_torch_dtype(dtype)
 
 
 def _refuse_hidden_proxies(invocation: Invocation, value: Any) -> None:
@@ -401,9 +406,7 @@ def _gradient_transform(
     def transform(*args: Any) -> Any:
         results = symbol(*args)
         *outputs, state = results
-        gradients = [
-            prims.get_grad(o) for o, d in zip(outputs, expected.differentiable, strict=True) if d
-        ]
+        gradients = [prims.get_grad(o) for o, d in zip(outputs, expected.differentiable, strict=True) if d]
 
         def meta(*_: Any) -> tuple[TensorProxy, ...]:
             return tuple(TensorProxy(like=args[i], requires_grad=False) for i in expected.gradients)
@@ -460,8 +463,8 @@ def _find_metadata(
         if invocation.call.unsupported is not None:
             # What an operation of torch does not tell without data depends on the data.
             raise MetaError(
-                f"{invocation.call} cannot be part of a compiled program: {invocation.call.unsupported}; and its result "
-                f"is not known before the program runs ({type(without_data).__name__}: {without_data})"
+                f"{invocation.call} cannot be part of a compiled program: {invocation.call.unsupported}; and its "
+                f"result is not known before the program runs ({type(without_data).__name__}: {without_data})"
             ) from without_data
         try:
             with writes_undone:
@@ -490,9 +493,7 @@ def _find_metadata(
     return first
 
 
-def _on_examples(
-    invocation: Invocation, operator: OpaqueCall, slots: list[Proxy]
-) -> tuple[Expected, Expected]:
+def _on_examples(invocation: Invocation, operator: OpaqueCall, slots: list[Proxy]) -> tuple[Expected, Expected]:
     """Run a call on two sets of values.
 
     Where those are outside its domain, on the program's own as far as they are known, then with positive definite
@@ -561,7 +562,7 @@ def _can_go_directly(operator: OpaqueCall, result: EagerResult, structure: Any, 
 def _sharing(tensors: list[torch.Tensor], values: list[Any]) -> list[int]:
     """The places of outputs that share memory with a value."""
     given = [v for v in values if isinstance(v, torch.Tensor)]
-    return [i for i, t in enumerate(tensors) if any(torch._C._is_alias_of(t, v) for v in given)]
+    return [i for i, t in enumerate(tensors) if any(torch._C._is_alias_of(t, v) for v in given)]  # type: ignore[attr-defined]
 
 
 def _probe_gradients(operator: OpaqueCall, result: EagerResult, tensors: list[torch.Tensor]) -> list[int]:
@@ -652,7 +653,7 @@ class _Watch(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         for parameter, gradient in self._gradients.values():
             parameter.grad = gradient
 

@@ -30,7 +30,10 @@ def autograd_inside(call: hookkit.Call, *args: Any, **kwargs: Any) -> NoReturn:
     )
 
 
-@hookkit.rule(torch.Tensor.grad_fn.__get__, mode="trace", pass_call=True, priority=-100)  # type: ignore[attr-defined]
+GRAD_FN: Any = torch.Tensor.grad_fn
+
+
+@hookkit.rule(GRAD_FN.__get__, mode="trace", pass_call=True, priority=-100)
 def grad_fn(call: hookkit.Call, *args: Any) -> NoReturn:
     """Refuse to look at the autograd graph."""
     raise hookkit.HookError(
