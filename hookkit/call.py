@@ -46,6 +46,7 @@ class Call:
     needs: tuple[bool, ...] = ()
     source: Source | None = None
     _details: Details | None = attrs.field(init=False, default=None, repr=False)
+    _name: str | None = attrs.field(init=False, default=None, repr=False)
 
     @classmethod
     def pending(cls, callable_: Callable[..., Any], function: type[Any] | None, details: Details) -> Call:
@@ -55,7 +56,7 @@ class Call:
         takes must not look at them.
         """
         call = cls.__new__(cls)
-        call.callable, call.function, call._details = callable_, function, details
+        call.callable, call.function, call._details, call._name = callable_, function, details, None
         return call
 
     def __getattr__(self, name: str) -> Any:
@@ -63,15 +64,17 @@ class Call:
         if name not in ("args", "kwargs", "needs", "source"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         assert self._details is not None
-        self.args, self.kwargs, self.needs, self.source = self._details()
+        details, self._details = self._details, None  # it holds the interpreter's values
+        self.args, self.kwargs, self.needs, self.source = details()
         return getattr(self, name)
 
     @property
     def name(self) -> str:
         """The name of what is called, as people write it."""
-        if self.function is not None:
-            return self.function.__name__
-        return str(getattr(self.callable, "__name__", None) or type(self.callable).__name__)
+        if self._name is None:
+            named = self.function if self.function is not None else self.callable
+            self._name = str(getattr(named, "__name__", None) or type(named).__name__)
+        return self._name
 
     def __str__(self) -> str:
         where = f" at {self.source}" if self.source else ""

@@ -126,6 +126,7 @@ def _patches() -> list[Patch]:
     stock_inputs = jit_ext.get_computation_inputs_and_intermediates
     patches += [
         Patch(jit_ext, "get_computation_inputs_and_intermediates", partial(_inputs_and_intermediates, stock_inputs)),
+        Patch(interpreter, "_call_dispatch", partial(_dispatch, interpreter._call_dispatch)),
         Patch(thunder, "thunder_general_jit", partial(trace_program, thunder.thunder_general_jit)),
         Patch(thunder, "connect_to_autograd", partial(connection.connect, thunder.connect_to_autograd)),
         Patch(ThunderFunction, "backward", staticmethod(partial(connection.backward, ThunderFunction.backward))),
@@ -180,33 +181,44 @@ def _lookaside(stock: Callable[..., Any]) -> Callable[..., Any]:
             answer = None
         if answer is not None:
             return answer
-        owner, rest = None, args
-        if fn is _function_apply and args:
-            owner, rest = args[0], args[1:]
-        elif (function := compat.function_owner(fn)) is not None:
-            owner = _wrapped_owner(function)
-        if owner is not None and owner.value.apply in jit_ext.get_jit_ctx()._executor_lookasides:
-            claimed = jit_ext.get_jit_ctx()._executor_lookasides[owner.value.apply]
-            return lambda *_, **kw: claimed(*rest, **kw)
         if isinstance(fn, torch.fx.GraphModule):
             compat.realise_graph_module(fn)
-        callee = owner.value.apply if owner is not None else torch_callee(fn)
-        found = lookaside_for(callee, owner, rest, kwargs) or method_lookup(fn, args) or fallback_of(fn)
+        found = lookaside_for(torch_callee(fn), None, args, kwargs) or method_lookup(fn, args) or fallback_of(fn)
         found = found or iterator_lookaside(fn, args)
         return found if found is not None else stock(fn, *args, **kwargs)
 
     return general_jit_lookaside
 
 
+def _dispatch(
+    stock: Callable[..., Any], compilectx: Any, runtimectx: Any, fn: Any, /, *args: Any, **kwargs: Any
+) -> Any:
+    """Thunder's dispatch of a call, with ``Function.apply`` taken before it becomes a call of something else.
+
+    ``_call_dispatch`` in thunder/core/interpreter.py unbinds methods by interpreting a call of ``fn.__func__``. Here
+    the class keeps the provenance with which the program reached it, on which the guards rest, also where ``apply`` is
+    a C classmethod (torch 2.14 and later).
+    """
+    callee, owner = interpreter.unwrap(fn), None
+    if callee is _function_apply and args:  # unbound already, by the interpreter's LOAD_METHOD
+        owner, args = args[0], args[1:]
+        callee = owner.value.apply
+    elif compat.function_owner(callee) is not None:
+        wrapped = fn if isinstance(fn, interpreter.WrappedValue) else interpreter.wrap_const(fn)
+        owner = interpreter._interpret_call(getattr, wrapped, interpreter.wrap_const("__self__"))
+    if owner is None or not compilectx._with_provenance_tracking:
+        return stock(compilectx, runtimectx, fn, *args, **kwargs)
+    claimed = jit_ext.get_jit_ctx()._executor_lookasides.get(callee)
+    if claimed is not None:
+        return claimed(*args, **kwargs)
+    found = lookaside_for(callee, owner, args, kwargs)
+    if found is not None:
+        return found(*args, **kwargs)
+    rest = (owner, *args) if interpreter.unwrap(fn) is _function_apply else args
+    return stock(compilectx, runtimectx, fn, *rest, **kwargs)
+
+
 _function_apply = getattr(torch.autograd.Function.apply, "__func__", object())
-
-
-def _wrapped_owner(function: type[Any]) -> Any:
-    """The interpreter's value for a class, with the provenance that it has if the program loaded it before."""
-    runtime = interpreter.get_interpreterruntimectx()
-    known = runtime._known_wrappers.get(id(function))
-    wrapped = known[0]() if known is not None else None
-    return wrapped if wrapped is not None else interpreter.wrap_const(function)
 
 
 def _is_grad_enabled() -> bool:

@@ -30,7 +30,6 @@ from hookkit.targets import (
     FunctionTarget,
     NameTarget,
     PredicateTarget,
-    Target,
     is_lambda,
     place_of,
 )
@@ -51,54 +50,65 @@ class Candidate:
     declined: str | None = None
 
 
+# A rule, the target by which it may match, and their rank: the depth of the scope that added the rule, its priority,
+# and how narrow the target is.
+Entry = tuple[tuple[int, int, int], "Rule", Any]
+
+
 @attrs.define(eq=False)
 class Tables:
     """Rules, arranged for looking up.
 
     Attributes:
         rules: the rules, in the order in which equals are asked.
-        by_callable: for each callable the rules that mean it, with the target that does.
+        by_callable: for each callable the rules that mean it.
         by_function: the same for each autograd Function class.
-        predicates: what is asked about every call.
+        predicates: the rules that are asked about every call, best first.
         names: lazy names that stand for nothing yet.
         fingerprint: a number that two tables share only if they hold the same rules.
         modules_seen: how far the program's imports had got when the names were last looked up.
     """
 
     rules: tuple[Rule, ...]
-    by_callable: dict[Any, tuple[tuple[Rule, Target], ...]]
-    by_function: dict[type[Any], tuple[tuple[Rule, Target], ...]]
-    predicates: tuple[tuple[Rule, PredicateTarget], ...]
+    by_callable: dict[Any, tuple[Entry, ...]]
+    by_function: dict[type[Any], tuple[Entry, ...]]
+    predicates: list[Entry]
     names: tuple[NameTarget, ...]
     fingerprint: int
     modules_seen: object = None
 
     @classmethod
-    def of(cls, rules: tuple[Rule, ...]) -> Tables:
+    def of(cls, rules: tuple[Rule, ...], scope: Scope | None = None) -> Tables:
         """Arrange rules; lazy names that resolve by now are entered under what they stand for."""
-        by_callable: dict[Any, tuple[tuple[Rule, Target], ...]] = {}
-        by_function: dict[type[Any], tuple[tuple[Rule, Target], ...]] = {}
-        predicates: list[tuple[Rule, PredicateTarget]] = []
+        by_callable: dict[Any, tuple[Entry, ...]] = {}
+        by_function: dict[type[Any], tuple[Entry, ...]] = {}
+        predicates: list[Entry] = []
         names: list[NameTarget] = []
         for rule, target in ((r, t) for r in rules for t in r.targets):
             found = target.resolve() if isinstance(target, NameTarget) else target
+            if found is None:
+                assert isinstance(target, NameTarget)
+                names.append(target)
+                continue
+            depth = scope.depth_of(rule) if scope is not None else 0
+            entry = ((depth, rule.priority, found.specificity * 1000), rule, found)
             match found:
                 case PredicateTarget():
-                    predicates.append((rule, found))
+                    predicates.append(entry)
                 case FunctionTarget():
-                    by_function[found.function] = (*by_function.get(found.function, ()), (rule, found))
+                    by_function[found.function] = (*by_function.get(found.function, ()), entry)
                 case CallableTarget():
                     for key in found.callables:
-                        by_callable[key] = (*by_callable.get(key, ()), (rule, found))
-                case _:
-                    assert isinstance(target, NameTarget)
-                    names.append(target)
-        return cls(rules, by_callable, by_function, tuple(predicates), tuple(names), _fingerprint(rules))
+                        by_callable[key] = (*by_callable.get(key, ()), entry)
+        predicates.sort(key=_rank, reverse=True)
+        return cls(rules, by_callable, by_function, predicates, tuple(names), _fingerprint(rules))
 
     def are_stale(self) -> bool:
         """Whether a lazy name resolves by now; warns of those that never will."""
+        if not self.names:
+            return False
         modules = (len(sys.modules), next(reversed(sys.modules)))
-        if not self.names or self.modules_seen == modules:
+        if self.modules_seen == modules:
             return False
         if any(name.resolve() is not None for name in self.names):
             return True
@@ -107,6 +117,10 @@ class Tables:
         if not any(name.is_being_imported() for name in self.names):
             self.modules_seen = modules
         return False
+
+
+def _rank(entry: Entry) -> tuple[int, int, int]:
+    return entry[0]
 
 
 _fingerprints: dict[tuple[int, ...], int] = {}
@@ -137,7 +151,7 @@ class Scope:
         """The tables in force where those given are registered; kept until those are others."""
         known = self._known
         if known is None or known[0] is not registered or known[1].are_stale():
-            known = self._known = (registered, Tables.of(self.in_force(registered.rules)))
+            known = self._known = (registered, Tables.of(self.in_force(registered.rules), self))
         return known[1]
 
     def depth_of(self, rule: Rule) -> int:
@@ -323,38 +337,30 @@ class Registry:
             HookError: if a predicate raises.
         """
         tables = self.current()
-        scope = _scope.get()
-        found: list[tuple[tuple[int, int, int], Rule, Target]] = []
-
-        def note(rule: Rule, target: Target, distance: int = 0) -> None:
-            depth = scope.depth_of(rule) if scope is not None else 0
-            found.append(((depth, rule.priority, target.specificity * 1000 - distance), rule, target))
-
+        exact: list[Entry] = []
         if call.function is not None:
             for distance, base in enumerate(call.function.__mro__):
-                for rule, target in tables.by_function.get(base, ()):
-                    note(rule, target, distance)
+                for (depth, priority, narrow), rule, target in tables.by_function.get(base, ()):
+                    exact.append(((depth, priority, narrow - distance), rule, target))
         else:
             with contextlib.suppress(TypeError):  # an unhashable callable is not in the table
-                for rule, target in tables.by_callable.get(call.callable, ()):
-                    note(rule, target)
-        if tables.predicates and is_asked_about(call.callable):
-            for rule, predicate in tables.predicates:
-                note(rule, predicate)
-        found.sort(key=lambda item: item[0], reverse=True)
-        for (rank, rule, target), (next_rank, next_rule, next_target) in itertools.pairwise(found):
+                exact.extend(tables.by_callable.get(call.callable, ()))
+        exact.sort(key=_rank, reverse=True)
+        for (rank, rule, target), (next_rank, next_rule, next_target) in itertools.pairwise(exact):
             if rank == next_rank and rule is not next_rule and target.key == next_target.key:
                 raise _conflict(rule, next_rule)
-        yield from _ask(call, found)
+        predicates = tables.predicates if is_asked_about(call.callable) else []
+        if exact and predicates:
+            yield from _ask(call, sorted([*exact, *predicates], key=_rank, reverse=True))
+        else:
+            yield from _ask(call, exact or predicates)
 
 
-def _ask(call: Call, found: list[tuple[tuple[int, int, int], Rule, Target]]) -> Iterator[Candidate]:
+def _ask(call: Call, entries: list[Entry]) -> Iterator[Candidate]:
     seen = set()
-    for _, rule, target in found:
-        if rule in seen:
-            continue
-        answer = target.matches(call)  # type: ignore[union-attr]
-        if not answer and not isinstance(answer, Decline):
+    for _, rule, target in entries:
+        answer = target.matches(call)
+        if (not answer and not isinstance(answer, Decline)) or rule in seen:
             continue
         seen.add(rule)
         if answer:
