@@ -47,7 +47,7 @@ class NodeState(OpaqueState):
         places = self.call.places
         if not used:
             return dict.fromkeys(i for i, _ in places)
-        inputs = [self.node.next_functions[place][0].variable for _, place in places]
+        inputs = [self.node.next_functions[self.call.edges[place]][0].variable for _, place in places]
         found = torch.autograd.grad(
             [e for e, _ in used], inputs, [g for _, g in used], retain_graph=compat.graph_is_kept(), allow_unused=True
         )
@@ -64,6 +64,7 @@ class DirectCall:
         needs: for each slot whether it requires grad.
         places: for each slot that needs a gradient its index and its place among the arguments.
         tensors: for each slot its index, its place, and whether it requires grad.
+        edges: from the place of a tensor to its place among the node's ``next_functions``, which has tensors only.
     """
 
     function: type[Any]
@@ -71,6 +72,7 @@ class DirectCall:
     needs: tuple[bool, ...]
     places: list[tuple[int, int]]
     tensors: list[tuple[int, int, bool]]
+    edges: dict[int, int]
 
     @classmethod
     def of(cls, function: type[Any] | None, arguments: Any, needs: tuple[bool, ...]) -> DirectCall | None:
@@ -85,7 +87,8 @@ class DirectCall:
             return None
         places = [(a.index, place) for place, a in enumerate(args) if isinstance(a, Slot) and needs[a.index]]
         tensors = [(a.index, place, needs[a.index]) for place, a in enumerate(args) if isinstance(a, Slot)]
-        return cls(function, args, needs, places, tensors)
+        edges = {place: edge for edge, (_, place, _) in enumerate(tensors)}
+        return cls(function, args, needs, places, tensors, edges)
 
     def operator(
         self, metadata: Sequence[Any], is_tuple: bool, refuse: Callable[[Any], NoReturn]
@@ -158,8 +161,8 @@ class DirectCall:
                     f"function {node.name()} returned a gradient different from None at position {place}, but the "
                     "corresponding forward input was not a Variable"
                 )
-        edges = node.next_functions
-        return {i: _fitted(node, place, edges[place][0].variable, gradients[place]) for i, place in self.places}
+        nodes = [(i, place, node.next_functions[self.edges[place]][0]) for i, place in self.places]
+        return {i: _fitted(node, place, leaf.variable, gradients[place]) for i, place, leaf in nodes}
 
 
 def _fitted(node: Any, place: int, like: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
