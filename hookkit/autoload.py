@@ -39,6 +39,7 @@ def package_imported() -> None:
     """Put the import hook in place: what ``hookkit/__init__.py`` calls."""
     # While torch is being imported, it is torch that imports the package, to call `install`.
     if not _is_importing("torch"):
+        _hook.explicit = True
         _put_hook()
 
 
@@ -86,6 +87,7 @@ class _Hook:
 
     def __init__(self) -> None:
         self.wanted = True
+        self.explicit = False  # the program itself imports hookkit, and must not run without it unawares
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -156,6 +158,8 @@ def _enable_after_import() -> None:
         _enable_when_imported()
     except Exception as error:
         _hook.wanted = False
+        if _hook.explicit:
+            raise
         warnings.warn(
             f"hookkit's rules are not in force, thunder runs without them: {error!r}. "
             "hookkit.enable() raises this error with its traceback.",

@@ -71,7 +71,8 @@ class Call:
         if name not in ("args", "kwargs", "needs", "source"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         assert self._details is not None
-        self.args, self.kwargs, self.needs, self.source = self._details()
+        details, self._details = self._details, None  # it holds the interpreter's values
+        self.args, self.kwargs, self.needs, self.source = details()
         return getattr(self, name)
 
     @property

@@ -40,7 +40,13 @@ class ConflictError(RegistrationError):
 
 
 class UntraceableError(HookError):
-    """A call cannot be traced, and its rule does not allow it to run opaque (``mode="trace"``)."""
+    """A call cannot be traced, and its rule does not allow it to run opaque (``mode="trace"``).
+
+    Attributes:
+        lasting: whether other calls of the same callable cannot be traced either.
+    """
+
+    lasting = True
 
 
 class GradientError(HookError):

@@ -138,6 +138,7 @@ def _patches() -> list[Patch]:
         Patch(clang, "maybe_broadcast", partial(corrections.broadcast, clang.maybe_broadcast)),
         Patch(ThunderModule, "set_buffer", partialmethod(modules.set_buffer, ThunderModule.set_buffer)),
         Patch(jit_ext.JitCtx, "proxify", partialmethod(corrections.proxify, jit_ext.JitCtx.proxify)),
+        Patch(interpreter, "_call_dispatch", partial(_dispatch, interpreter._call_dispatch)),
         Patch(thunder, "thunder_general_jit", partial(trace_program, thunder.thunder_general_jit)),
         Patch(thunder, "insert_alias_updates", partial(functionalise_program, thunder.insert_alias_updates)),
         Patch(thunder, "connect_to_autograd", partial(connection.connect, thunder.connect_to_autograd)),
@@ -189,14 +190,6 @@ def _lookaside(stock: Callable[..., Any]) -> Callable[..., Any]:
             answer = None
         if answer is not None:
             return answer
-        owner, rest = None, args
-        if fn is _function_apply and args:
-            owner, rest = args[0], args[1:]
-        elif (function := compat.function_owner(fn)) is not None:
-            owner = _wrapped_owner(function)
-        if owner is not None and owner.value.apply in jit_ext.get_jit_ctx()._executor_lookasides:
-            claimed = jit_ext.get_jit_ctx()._executor_lookasides[owner.value.apply]
-            return lambda *_, **kw: claimed(*rest, **kw)
         if operations.iterates(fn):
             return None
         if fn is setattr and operations.is_torch_attribute(*args[:2]):
@@ -208,9 +201,9 @@ def _lookaside(stock: Callable[..., Any]) -> Callable[..., Any]:
         if (attribute := attribute_lookup(fn, args)) is not None:
             taken = lookaside_for(attribute, None, args[:1], {}, unsupported=operations.lacking(attribute, attribute))
             return partial(_of_tensor, taken) if taken is not None else stock(fn, *args, **kwargs)
-        callee = owner.value.apply if owner is not None else torch_callee(fn)
-        unsupported = operations.lacking(fn, callee) if owner is None else None
-        found = lookaside_for(callee, owner, rest, kwargs, unsupported=unsupported) or method_lookup(fn, args)
+        callee = torch_callee(fn)
+        unsupported = operations.lacking(fn, callee)
+        found = lookaside_for(callee, None, args, kwargs, unsupported=unsupported) or method_lookup(fn, args)
         if found is not None:
             return found
         return operations.or_opaque(fallback_of(fn) or stock(fn, *args, **kwargs), callee)
@@ -223,15 +216,35 @@ def _of_tensor(taken: Callable[..., Any], tensor: Any, name: Any) -> Any:
     return taken(tensor)
 
 
+def _dispatch(
+    stock: Callable[..., Any], compilectx: Any, runtimectx: Any, fn: Any, /, *args: Any, **kwargs: Any
+) -> Any:
+    """Thunder's dispatch of a call, with ``Function.apply`` taken before it becomes a call of something else.
+
+    ``_call_dispatch`` in thunder/core/interpreter.py unbinds methods by interpreting a call of ``fn.__func__``. Here
+    the class keeps the provenance with which the program reached it, on which the guards rest, also where ``apply`` is
+    a C classmethod (torch 2.14 and later).
+    """
+    callee, owner = interpreter.unwrap(fn), None
+    if callee is _function_apply and args:  # unbound already, by the interpreter's LOAD_METHOD
+        owner, args = args[0], args[1:]
+        callee = owner.value.apply
+    elif compat.function_owner(callee) is not None:
+        wrapped = fn if isinstance(fn, interpreter.WrappedValue) else interpreter.wrap_const(fn)
+        owner = interpreter._interpret_call(getattr, wrapped, interpreter.wrap_const("__self__"))
+    if owner is None or not compilectx._with_provenance_tracking:
+        return stock(compilectx, runtimectx, fn, *args, **kwargs)
+    claimed = jit_ext.get_jit_ctx()._executor_lookasides.get(callee)
+    if claimed is not None:
+        return claimed(*args, **kwargs)
+    found = lookaside_for(callee, owner, args, kwargs)
+    if found is not None:
+        return found(*args, **kwargs)
+    rest = (owner, *args) if interpreter.unwrap(fn) is _function_apply else args
+    return stock(compilectx, runtimectx, fn, *rest, **kwargs)
+
+
 _function_apply = getattr(torch.autograd.Function.apply, "__func__", object())
-
-
-def _wrapped_owner(function: type[Any]) -> Any:
-    """The interpreter's value for a class, with the provenance that it has if the program loaded it before."""
-    runtime = interpreter.get_interpreterruntimectx()
-    known = runtime._known_wrappers.get(id(function))
-    wrapped = known[0]() if known is not None else None
-    return wrapped if wrapped is not None else interpreter.wrap_const(function)
 
 
 def _is_grad_enabled() -> bool:

@@ -165,8 +165,9 @@ def _take_over(
 def _run(invocation: Invocation, record: records.CallRecord) -> Any:
     rule, call = invocation.rule, invocation.call
     subject = invocation.subject
-    if rule.mode == "opaque" or (rule.mode == "auto" and subject in _untraceable):
-        record.became("opaque", 'mode="opaque"' if rule.mode == "opaque" else _untraceable[subject])
+    reason = _why_opaque(invocation)
+    if reason is not None:
+        record.became("opaque", reason)
         return opaque.opaque_call(invocation, None)
     trace = get_jit_ctx().computation_trace
     key = replay.key_of(invocation)
@@ -199,6 +200,20 @@ def _run(invocation: Invocation, record: records.CallRecord) -> Any:
     result = opaque.fall_back(invocation, error, _untraceable)
     record.became("opaque", _untraceable[subject])
     return result
+
+
+def _why_opaque(invocation: Invocation) -> str | None:
+    """Why a call is made opaque without trying to trace it, or None."""
+    rule = invocation.rule
+    if rule.mode == "opaque":
+        return 'mode="opaque"'
+    if rule.mode == "auto":
+        if invocation.subject in _untraceable:
+            return _untraceable[invocation.subject]
+        if rule.opaque_callee and get_compile_data().autocast_stack.stack:
+            # thunder casts fewer operations than PyTorch, and custom_fwd and custom_bwd ask PyTorch for its state
+            return "autocast is on"
+    return None
 
 
 def _reachable(invocation: Invocation) -> tuple[State, State]:

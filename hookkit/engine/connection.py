@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hookkit.engine.eager import EagerState
+from hookkit.engine.eager import OpaqueState
 
 __all__ = ["Functions", "backward", "connect"]
 
@@ -28,7 +28,7 @@ def connect(stock: Callable[..., Any], **connection: Any) -> Any:
         **connection: its arguments.
     """
     stock(**connection)
-    states = [s for s in connection["saved_other"] if isinstance(s, EagerState)]
+    states = [s for s in connection["saved_other"] if isinstance(s, OpaqueState)]
     node = next((o.grad_fn for o in connection["flat_output"] if isinstance(o, torch.Tensor)), None)
     if not states or node is None:
         return

@@ -22,7 +22,7 @@ from hookkit.errors import GradientError
 from hookkit.residuals import Residuals
 from hookkit.rule import Rule
 
-__all__ = ["Autocast", "EagerResult", "EagerState", "fill", "provider_callee", "run_eagerly", "split_tensors"]
+__all__ = ["Autocast", "EagerResult", "EagerState", "OpaqueState", "fill", "provider_callee", "run_eagerly", "split_tensors"]
 
 
 class _Entry(torch.autograd.Function):
@@ -49,8 +49,17 @@ class Autocast:
     enabled: bool
 
 
-@attrs.define(eq=False)
-class EagerState:
+class OpaqueState:
+    """What an opaque call keeps for its backward; ``undefined`` says which of the program's outputs nothing used."""
+
+    __slots__ = ("__weakref__", "undefined")
+
+    def __init__(self) -> None:
+        self.undefined: list[bool] | None = None
+
+
+@attrs.define(eq=False, slots=False)
+class EagerState(OpaqueState):
     """What is kept between the forward and the backward of an opaque call.
 
     It holds edges of the autograd graph, not tensors.

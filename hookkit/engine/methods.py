@@ -92,4 +92,4 @@ def _bound_method(tensor: Any, name: str) -> Any:
 
 def fallback_of(function: Any) -> Callable[..., Any] | None:
     """What calls a looked-up method that no rule took."""
-    return interpreter_needs_wrap(function) if type(function) is TensorMethod else None  # type: ignore[no-any-return]
+    return interpreter_needs_wrap(function) if type(function) is TensorMethod else None

@@ -8,10 +8,11 @@ meta function.
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import attrs
 import torch
@@ -26,7 +27,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from hookkit.engine import gradflow
-from hookkit.engine.eager import Autocast, EagerResult, EagerState, fill, provider_callee, run_eagerly, split_tensors
+from hookkit.engine.direct import DirectCall
+from hookkit.engine.eager import Autocast, EagerResult, OpaqueState, fill, provider_callee, run_eagerly, split_tensors
 from hookkit.engine.effects import State
 from hookkit.engine.symbols import make_symbol, symbol_name
 from hookkit.engine.traced import Invocation
@@ -36,6 +38,7 @@ from hookkit.errors import MetaError, MetaWarning, OpaqueFallbackWarning, Untrac
 from hookkit.residuals import Residuals
 
 __all__ = ["OpaqueCall", "fall_back", "opaque_call", "record_constant"]
+
 
 @attrs.frozen
 class TensorMetadata:
@@ -57,6 +60,10 @@ class TensorMetadata:
     def of_proxy(cls, proxy: TensorProxy) -> TensorMetadata:
         """The metadata of a proxy."""
         return cls(tuple(proxy.shape), dtypes.to_torch_dtype(proxy.dtype), to_torch_device(proxy.device))
+
+    def zeros(self) -> torch.Tensor:
+        """A tensor of zeros with this metadata."""
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
     def proxy(self, requires_grad: bool) -> TensorProxy:
         """A new proxy with this metadata."""
@@ -90,7 +97,9 @@ class Expected:
     dirty_outputs: dict[int, int]
     gradients: list[int]
     views: list[int] = attrs.field(factory=list)
+    direct: bool = False
     saved_bytes: int | None = None
+    is_tuple: bool = False
 
 
 @attrs.define(eq=False)
@@ -106,6 +115,8 @@ class OpaqueCall:
         autocasts: the autocast regions around the call.
         expected: what it returns.
         program_outputs: from the place of a gradient to that of the program's output whose gradient it is.
+        direct: the short way of the call, if it has one.
+        inputs: the metadata of the slots that get a gradient.
     """
 
     description: str
@@ -116,6 +127,8 @@ class OpaqueCall:
     autocasts: tuple[Autocast, ...]
     expected: Expected | None = None
     program_outputs: dict[int, int] = attrs.field(factory=dict)
+    direct: DirectCall | None = None
+    inputs: dict[int, TensorMetadata] = attrs.field(factory=dict)
 
     def run(self, values: Sequence[Any], copied: Sequence[int] = ()) -> EagerResult:
         """Call the callee with values in the places of the slots."""
@@ -144,8 +157,15 @@ class OpaqueCall:
         assert self.expected is not None
         return self.has_backward or not (self.expected.tensors or self.expected.changed)
 
-    def forward(self, *values: Any) -> tuple[Any, ...]:
+    def operator(self) -> Callable[..., Any]:
         """What the operator does at run time."""
+        assert self.expected is not None
+        if self.direct is not None:
+            return self.direct.operator(self.expected.tensors, self.expected.is_tuple, self._refuse)
+        return self.forward
+
+    def forward(self, *values: Any) -> tuple[Any, ...]:
+        """What the operator does at run time, for any callee."""
         assert self.expected is not None
         result = self.run(values, self.expected.changed)
         tensors, structure = split_tensors(result.output)
@@ -153,18 +173,24 @@ class OpaqueCall:
         outputs = [*tensors, *(result.changed[i] for i in self.expected.changed)]
         return (*outputs, result.state) if self.returns_state else tuple(outputs)
 
-    def backward(self, state: EagerState | None, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def _refuse(self, output: Any) -> NoReturn:
+        tensors, structure = split_tensors(output)
+        self._check(tensors, structure, EagerResult(structure, [t.requires_grad for t in tensors], {}, {}, None))
+        raise MetaError(
+            f"{self.description} returned a tensor that does not require grad, although its metadata said so"
+        )
+
+    def backward(self, state: OpaqueState | None, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """What the backward operator does at run time."""
         assert self.expected is not None
         if state is None:
             raise MetaError(f"{self.description} returned no tensor that requires grad, although its metadata said so")
-        undefined = state.undefined or []
-        given = [
-            None if undefined and self.program_outputs.get(i, -1) >= 0 and undefined[self.program_outputs[i]] else g
-            for i, g in enumerate(gradients)
-        ]
-        found = state.backward(given)
-        return tuple(found.get(i) for i in self.expected.gradients)
+        undefined, places = state.undefined, self.program_outputs
+        if undefined and places:
+            gradients = tuple(None if i in places and undefined[places[i]] else g for i, g in enumerate(gradients))
+        found = state.backward(gradients)
+        # the trace adds gradients up, and None cannot be added
+        return tuple([self.inputs[i].zeros() if (g := found.get(i)) is None else g for i in self.expected.gradients])
 
     def _check(self, tensors: list[torch.Tensor], structure: Any, result: EagerResult) -> None:
         """Compare what the call returned with its metadata.
@@ -226,6 +252,8 @@ def opaque_call(invocation: Invocation, pending: BaseException | None) -> Any:
     trace = jit.computation_trace
     operator, slots = _operator(invocation)
     operator.expected = expected = _find_metadata(invocation, operator, slots, pending)
+    if not expected.direct:
+        operator.direct = None
     name = symbol_name(trace, invocation.name)
 
     def meta(*_: Any) -> tuple[Any, ...]:
@@ -238,8 +266,12 @@ def opaque_call(invocation: Invocation, pending: BaseException | None) -> Any:
                 output.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
         return tuple(outputs)
 
-    symbol = make_symbol(jit.ad_hoc_executor, name, meta, operator.forward, kind=gradflow.CALL, is_prim=True, keep=True)
-    transform = _gradient_transform(jit.ad_hoc_executor, symbol, name, operator) if operator.has_backward else symbol
+    symbol = make_symbol(
+        jit.ad_hoc_executor, name, meta, operator.operator(), kind=gradflow.CALL, is_prim=True, keep=True
+    )
+    transform = (
+        _gradient_transform(jit.ad_hoc_executor, symbol, name, operator, slots) if operator.has_backward else symbol
+    )
     jit.ad_hoc_executor._implmap[symbol.id] = ImplInfo(symbol=symbol, grad_transform=transform)
     with tracectx(trace):
         results = symbol(*slots)
@@ -295,7 +327,9 @@ def fall_back(invocation: Invocation, error: BaseException, memory: Any) -> Any:
             'mode="trace"; mode="auto" lets the call run as one opaque operator.'
         ) from error
     result = opaque_call(invocation, error)
-    subject = call.function or rule
+    subject = invocation.subject
+    if not getattr(error, "lasting", True):
+        return result
     if subject not in memory:
         memory[subject] = reason
         warnings.warn(
@@ -331,7 +365,8 @@ def _operator(invocation: Invocation) -> tuple[OpaqueCall, list[Proxy]]:
         for device, dtype, enabled in get_compile_data().autocast_stack.stack
     )
     needs = tuple(gradflow.requires_grad(trace, p) for p in slots)
-    return OpaqueCall(str(call), callee, arguments, needs, invocation.grad_mode, autocasts), slots
+    direct = DirectCall.of(call.function if rule.opaque_callee else None, arguments, needs)
+    return OpaqueCall(str(call), callee, arguments, needs, invocation.grad_mode, autocasts, direct=direct), slots
 
 
 def _torch_dtype(dtype: Any) -> torch.dtype:
@@ -363,16 +398,22 @@ def _contents(cell: Any) -> Any:
         return None
 
 
-def _gradient_transform(executor: Any, symbol: Any, name: str, operator: OpaqueCall) -> Callable[..., Any]:
+def _gradient_transform(
+    executor: Any, symbol: Any, name: str, operator: OpaqueCall, slots: list[Any]
+) -> Callable[..., Any]:
     expected = operator.expected
     assert expected is not None
+    operator.inputs = {
+        i: TensorMetadata(
+            tuple(slots[i].shape), dtypes.to_torch_dtype(slots[i].dtype), to_torch_device(slots[i].device)
+        )
+        for i in expected.gradients
+    }
 
     def transform(*args: Any) -> Any:
         results = symbol(*args)
         *outputs, state = results
-        gradients = [
-            prims.get_grad(o) for o, d in zip(outputs, expected.differentiable, strict=True) if d
-        ]
+        gradients = [prims.get_grad(o) for o, d in zip(outputs, expected.differentiable, strict=True) if d]
 
         def meta(*_: Any) -> tuple[TensorProxy, ...]:
             return tuple(TensorProxy(like=args[i], requires_grad=False) for i in expected.gradients)
@@ -428,8 +469,8 @@ def _find_metadata(
         if invocation.call.unsupported is not None:
             # What an operation of torch does not tell without data depends on the data.
             raise MetaError(
-                f"{invocation.call} cannot be part of a compiled program: {invocation.call.unsupported}; and its result "
-                f"is not known before the program runs ({type(without_data).__name__}: {without_data})"
+                f"{invocation.call} cannot be part of a compiled program: {invocation.call.unsupported}; and its "
+                f"result is not known before the program runs ({type(without_data).__name__}: {without_data})"
             ) from without_data
         try:
             first, second = _on_examples(invocation, operator, slots)
@@ -457,9 +498,7 @@ def _find_metadata(
     return first
 
 
-def _on_examples(
-    invocation: Invocation, operator: OpaqueCall, slots: list[Proxy]
-) -> tuple[Expected, Expected]:
+def _on_examples(invocation: Invocation, operator: OpaqueCall, slots: list[Proxy]) -> tuple[Expected, Expected]:
     """Run a call on two sets of values.
 
     Where those are outside its domain, on the program's own as far as they are known, then with positive definite
@@ -499,6 +538,7 @@ def _probe(operator: OpaqueCall, values: list[Any]) -> Expected:
         if not isinstance(leaf, (*PLAIN, Slot)) and not callable(leaf) and not hasattr(leaf, "__module__"):
             raise MetaError(f"{operator.description} returned {type(leaf).__name__}, which is not known before it runs")
     saved_bytes = result.state.saved_bytes() if result.state is not None else 0
+    direct = _can_go_directly(operator, result, structure, values)  # before the backward frees what is kept
     return Expected(
         structure=structure,
         tensors=[TensorMetadata.of(t) for t in tensors],
@@ -508,6 +548,8 @@ def _probe(operator: OpaqueCall, values: list[Any]) -> Expected:
         gradients=_probe_gradients(operator, result, [*tensors, *result.changed.values()]),
         views=[i for i in _sharing(tensors, values) if i not in result.dirty_outputs],
         saved_bytes=saved_bytes,
+        direct=direct,
+        is_tuple=isinstance(structure, tuple),
     )
 
 
@@ -515,6 +557,17 @@ def _sharing(tensors: list[torch.Tensor], values: list[Any]) -> list[int]:
     """The places of outputs that share memory with a value."""
     given = [v for v in values if isinstance(v, torch.Tensor)]
     return [i for i, t in enumerate(tensors) if any(torch._C._is_alias_of(t, v) for v in given)]
+
+
+def _can_go_directly(operator: OpaqueCall, result: EagerResult, structure: Any, values: list[Any]) -> bool:
+    """Whether a call can go the short way: all its outputs are tensors that one node owns, and it changes nothing."""
+    flat = isinstance(structure, Slot) or (type(structure) is tuple and all(isinstance(s, Slot) for s in structure))
+    plain = operator.grad_mode and not operator.autocasts and not result.changed
+    if operator.direct is None or result.state is None or not flat or not plain or not all(result.differentiable):
+        return False
+    node = result.state.edges[0].node
+    owned = isinstance(node, torch.autograd.function.BackwardCFunction)
+    return owned and all(e.node is node for e in result.state.edges) and operator.direct.keeps_its_inputs(node, values)
 
 
 def _probe_gradients(operator: OpaqueCall, result: EagerResult, tensors: list[torch.Tensor]) -> list[int]:
@@ -580,6 +633,9 @@ def _example(proxy: Proxy, seed: int | None, *, definite: bool = False) -> Any:
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
+_fake_tensor_log = logging.getLogger("torch._subclasses.fake_tensor")
+
+
 class _Watch(TorchFunctionMode):
     """While a call is tried out: no address of a tensor that has no data, and no gradients left on parameters.
 
@@ -604,8 +660,13 @@ class _Watch(TorchFunctionMode):
                     value.grad = None
         return function(*args, **(kwargs or {}))
 
+    def __enter__(self) -> _Watch:
+        _fake_tensor_log.disabled = True  # what fails here is said once, by whoever asked
+        return super().__enter__()  # type: ignore[no-any-return]
+
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        _fake_tensor_log.disabled = False
         for parameter, gradient in self._gradients.values():
             parameter.grad = gradient
 

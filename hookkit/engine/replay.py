@@ -107,7 +107,16 @@ def remember(
         placeholders: list[Proxy] = [fresh(a) for a in arguments]
         env.update({variableify(a): p for a, p in zip(arguments, placeholders, strict=True)})
         pattern, returned = _copy(composite, returned, env)
-    _known.setdefault(trace, {})[key] = Specialisation(placeholders, pattern, returned, state, [invocation.call])
+    _known.setdefault(trace, {})[key] = Specialisation(
+        placeholders, pattern, returned, state, _constants(invocation)
+    )
+
+
+def _constants(invocation: Invocation) -> list[Any]:
+    """What the key of a call names by identity."""
+    call = invocation.call
+    held = [*call.args, *call.kwargs.values(), *leaves((call.args, call.kwargs))]
+    return [call.function, call.callable, *(v for v in held if not isinstance(v, Proxy) and not isinstance(v, PLAIN))]
 
 
 def find(trace: TraceCtx, key: tuple[Any, ...]) -> Specialisation | None:

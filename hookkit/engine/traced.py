@@ -131,6 +131,8 @@ def trace_call(invocation: Invocation, before: State) -> tuple[Composite, Any]:
     with Attempt(grad_mode=inner_mode):
         with Attempt(grad_mode=inner_mode) as forward:
             wrapped = forward.run(rule.forward, *invocation.provider_arguments(), **invocation.kwargs)
+        if forward.enters_autocast and rule.opaque_callee:
+            raise UntraceableError("it switches autocast, under which thunder casts fewer operations than PyTorch")
         output, wrapped_residuals = _split(invocation, wrapped)
         residuals = unwrap(wrapped_residuals) if wrapped_residuals is not None else Residuals({})
         if residuals._marks.dirty:
@@ -355,6 +357,8 @@ def _run_backward(
         pairs = invocation.bound.pair_gradients(rule, result)
         with tracectx(trace):
             gradients = _accumulate(invocation, pairs, {i.name for i in inputs})
+    if backward.enters_autocast and rule.opaque_callee:
+        raise UntraceableError("its backward switches autocast, under which thunder casts fewer operations than PyTorch")
     symbols, last_values = functionalise(trace, backward.bound_symbols)
     return list(symbols), {n: last_values.get(variableify(g), g) for n, g in gradients.items()}
 

@@ -44,6 +44,7 @@ class Attempt:
         self._grad_mode = grad_mode
         self._autocast = autocast
         self.bound_symbols: list[Any] = []
+        self.enters_autocast = False
 
     def __enter__(self) -> Attempt:
         self._jit = get_jit_ctx()
@@ -87,6 +88,7 @@ class Attempt:
         trace._current_source_filename, trace._current_source_positions = self._source
         self._data.is_grad_enabled = self._outer_grad_mode
         self._data.autocast_stack.stack = self._outer_autocast
+        self.enters_autocast = any("autocast" in b.sym.name for b in self.bound_symbols if _is_context_marker(b))
         self.bound_symbols = [b for b in self.bound_symbols if not _is_context_marker(b)]
         if error is not None:
             self._roll_back()

@@ -1,0 +1,182 @@
+"""The short way of an opaque call: a custom Function applied to tensors, its backward called without the engine.
+
+What :mod:`hookkit.engine.eager` does for any callee costs several times a Function's own ``apply``. Most Functions take
+tensors and plain values and return tensors, and their backward needs nothing but their node; for those, calling the
+node does what the engine would: the checks of ``validate_outputs`` (torch/csrc/autograd/engine.cpp) and of ``PyNode``
+(torch/csrc/autograd/python_function.cpp) are here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import attrs
+import torch
+
+from hookkit import compat
+from hookkit.engine.eager import OpaqueState
+from hookkit.engine.values import PLAIN, Slot, broadcasts_to
+
+__all__ = ["DirectCall", "NodeState"]
+
+
+class NodeState(OpaqueState):
+    """What is kept between a Function's forward and its backward: its node."""
+
+    __slots__ = ("call", "node")
+
+    def __init__(self, node: Any, call: DirectCall) -> None:
+        self.node = node
+        self.call = call
+        self.undefined = None
+
+    def backward(self, gradients: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor | None]:
+        """The gradient of each input that needs one, by the input's index."""
+        if any([g is None for g in gradients]):
+            return self._through_engine(gradients)
+        node = self.node
+        result = node.apply(*gradients)
+        node.maybe_clear_saved_tensors()  # unless the graph is kept
+        return self.call.validated(node, result if isinstance(result, tuple) else (result,))  # type: ignore[no-any-return]
+
+    def _through_engine(self, gradients: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor | None]:
+        """Let the engine decide what undefined gradients become."""
+        edges = [torch.autograd.graph.GradientEdge(self.node, i) for i in range(len(gradients))]
+        used = [(e, g) for e, g in zip(edges, gradients, strict=True) if g is not None]
+        places = self.call.places
+        if not used:
+            return dict.fromkeys(i for i, _ in places)
+        inputs = [self.node.next_functions[place][0].variable for _, place in places]
+        found = torch.autograd.grad(
+            [e for e, _ in used], inputs, [g for _, g in used], retain_graph=compat.graph_is_kept(), allow_unused=True
+        )
+        return {i: g for (i, _), g in zip(places, found, strict=True)}
+
+
+@attrs.define(eq=False)
+class DirectCall:
+    """A Function applied to tensors and plain values.
+
+    Attributes:
+        function: the Function.
+        arguments: the positional arguments, a slot for each tensor.
+        needs: for each slot whether it requires grad.
+        places: for each slot that needs a gradient its index and its place among the arguments.
+        tensors: for each slot its index, its place, and whether it requires grad.
+    """
+
+    function: type[Any]
+    arguments: tuple[Any, ...]
+    needs: tuple[bool, ...]
+    places: list[tuple[int, int]]
+    tensors: list[tuple[int, int, bool]]
+
+    @classmethod
+    def of(cls, function: type[Any] | None, arguments: Any, needs: tuple[bool, ...]) -> DirectCall | None:
+        """The short way of a call, if it has one."""
+        args, kwargs = arguments
+        if function is None or kwargs or not any(needs):
+            return None
+        if not all(isinstance(a, (*PLAIN, Slot)) or callable(a) for a in args):
+            return None
+        indices = [a.index for a in args if isinstance(a, Slot)]
+        if len(indices) != len(set(indices)):
+            return None
+        places = [(a.index, place) for place, a in enumerate(args) if isinstance(a, Slot) and needs[a.index]]
+        tensors = [(a.index, place, needs[a.index]) for place, a in enumerate(args) if isinstance(a, Slot)]
+        return cls(function, args, needs, places, tensors)
+
+    def operator(self, metadata: Sequence[Any], is_tuple: bool, refuse: Callable[[Any], NoReturn]) -> Callable[..., Any]:
+        """What an opaque call's operator does at run time, as one closure: it is called at every step.
+
+        Args:
+            metadata: for each output shape, dtype and device.
+            is_tuple: whether the outputs come as a tuple.
+            refuse: called with an output that is not as the metadata says.
+        """
+        template, tensors, apply = self.arguments, self.tensors, self.function.apply
+        expected = [(m.shape, m.dtype, m.device) for m in metadata]
+        count, parameter = len(expected), torch.nn.Parameter
+        set_grad_mode, grad_mode = torch._C._set_grad_enabled, torch.is_grad_enabled
+
+        def forward(*values: Any) -> tuple[Any, ...]:
+            args = list(template)
+            for index, place, needed in tensors:
+                value = values[index]
+                if needed:
+                    if not (value.requires_grad and type(value) is parameter):
+                        value = value.detach().requires_grad_()
+                elif value.requires_grad:
+                    value = value.detach()
+                args[place] = value
+            before = grad_mode()
+            set_grad_mode(True)
+            try:
+                output = apply(*args)
+            finally:
+                set_grad_mode(before)
+            outputs = output if is_tuple else (output,)
+            if type(outputs) is not tuple or len(outputs) != count:
+                refuse(output)
+            node = getattr(outputs[0], "grad_fn", None)
+            for tensor, (shape, dtype, device) in zip(outputs, expected, strict=True):
+                fits = isinstance(tensor, torch.Tensor) and tensor.grad_fn is node
+                if not fits or tensor.shape != shape or tensor.dtype is not dtype or tensor.device != device:
+                    refuse(output)
+            if node is None:
+                refuse(output)
+            return (*[t.detach() for t in outputs], NodeState(node, self))
+
+        return forward
+
+    def keeps_its_inputs(self, node: Any, values: Sequence[torch.Tensor]) -> bool:
+        """Whether the node keeps every tensor that it needs a gradient for, so that handing it on keeps no more."""
+        kept = {t.untyped_storage()._cdata for t in node.saved_tensors if isinstance(t, torch.Tensor)}
+        return all(values[i].untyped_storage()._cdata in kept for i, _ in self.places)
+
+    def validated(self, node: Any, gradients: tuple[Any, ...]) -> dict[int, torch.Tensor | None]:
+        """Gradients as the engine would hand them on."""
+        expected = len(self.arguments)
+        if len(gradients) > expected and all(g is None for g in gradients[expected:]):
+            gradients = gradients[:expected]
+        if len(gradients) != expected:
+            raise RuntimeError(
+                f"function {node.name()} returned an incorrect number of gradients (expected {expected}, got "
+                f"{len(gradients)})"
+            )
+        for argument, gradient in zip(self.arguments, gradients, strict=True):
+            if gradient is None:
+                continue
+            if not isinstance(gradient, torch.Tensor):
+                raise TypeError(f"expected Variable or None (got {type(gradient).__name__})")
+            if type(argument) is not Slot:
+                place = self.arguments.index(argument) + 1
+                raise RuntimeError(
+                    f"function {node.name()} returned a gradient different from None at position {place}, but the "
+                    "corresponding forward input was not a Variable"
+                )
+        edges = node.next_functions
+        return {i: _fitted(node, place, edges[place][0].variable, gradients[place]) for i, place in self.places}
+
+
+def _fitted(node: Any, place: int, like: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    if gradient is None:
+        return None
+    if gradient.shape == like.shape and gradient.dtype == like.dtype and gradient.device == like.device:
+        return gradient
+    if gradient.device != like.device:
+        raise RuntimeError(
+            f"Function {node.name()} returned an invalid gradient at index {place} - expected device {like.device} but "
+            f"got {gradient.device}"
+        )
+    if gradient.shape != like.shape:
+        if not broadcasts_to(tuple(like.shape), tuple(gradient.shape)):
+            raise RuntimeError(
+                f"Function {node.name()} returned an invalid gradient at index {place} - got {list(gradient.shape)} but "
+                f"expected shape compatible with {list(like.shape)}"
+            )
+        gradient = gradient.sum_to_size(like.shape)
+    if gradient.is_complex() and not like.is_complex():
+        gradient = torch.real(gradient)
+    return gradient.to(like.dtype)
