@@ -10,9 +10,10 @@ from typing import Any
 
 from thunder import clang
 from thunder.core import prims
-from thunder.core.proxies import Proxy, TensorProxy, variableify
+from thunder.core.proxies import Proxy, ProxyTag, TensorProxy, variableify
 from thunder.core.trace import from_trace, tracectx
 
+from hookkit.engine import gradflow
 from hookkit.engine.gradflow import changes_in_place
 from hookkit.engine.mutation import cuts_gradient, shared_names
 from hookkit.errors import UntraceableError
@@ -23,8 +24,10 @@ __all__ = ["functionalise", "functionalise_program"]
 def functionalise_program(stock: Callable[..., Any], trace: Any, *options: Any) -> Any:
     """Write a program's in-place operations on its own temporaries as operations that make new tensors.
 
-    thunder executes them in place: what it keeps of such a tensor for the backward is overwritten, and operations that it
-    puts in another order read the wrong value. What shares memory, and what comes from outside, stays thunder's.
+    thunder executes them in place: what it keeps of such a tensor for the backward is overwritten, and operations that
+    it puts in another order read the wrong value. An input that requires grad gets its new value at the end of the
+    program: through an operation that changes it thunder gives it no gradient. What shares memory, and other inputs,
+    stay thunder's.
 
     Args:
         stock: ``thunder.core.update_aliases.insert_alias_updates``.
@@ -32,7 +35,11 @@ def functionalise_program(stock: Callable[..., Any], trace: Any, *options: Any) 
         *options: its other arguments.
     """
     if any(changes_in_place(b) for b in trace.bound_symbols):
-        bsyms, _ = functionalise(trace, trace.bound_symbols, strict=False)
+        bsyms, values = functionalise(trace, trace.bound_symbols, strict=False)
+        inputs = {o.name: o for b in bsyms if b.sym.id in _UNPACKING for o in b.flat_proxy_outs}
+        changed = {i.name: values[variableify(i)] for i in inputs.values() if variableify(i) in values}
+        if changed:
+            bsyms[-1:] = _write_inputs(trace, bsyms[-1], inputs, changed)
         functional = from_trace(trace)
         functional.bound_symbols = bsyms
         functional.scopes = [functional.bound_symbols]
@@ -66,7 +73,7 @@ def functionalise(trace: Any, bsyms: list[Any], *, strict: bool = True) -> tuple
             result.append(bsym)
             continue
         target = next(a for a in original.flat_proxy_args if isinstance(a, TensorProxy))
-        obstacle = _obstacle(trace, original, target, produced, shared)
+        obstacle = _obstacle(trace, original, target, produced, shared, strict)
         if obstacle is not None:
             if strict:
                 raise UntraceableError(f"{original.sym.name} changes {target.name} in place, {obstacle}")
@@ -93,9 +100,30 @@ def functionalise(trace: Any, bsyms: list[Any], *, strict: bool = True) -> tuple
 _UNPACKING = frozenset({prims.PrimIDs.UNPACK_TRIVIAL})
 
 
-def _obstacle(trace: Any, bsym: Any, target: TensorProxy, produced: set[str], shared: set[str]) -> str | None:
+def _write_inputs(trace: Any, returned: Any, inputs: dict[str, Proxy], changed: dict[str, Proxy]) -> list[Any]:
+    """What writes the last values of inputs into them, and the program's return, in the place of its return."""
+    scope: list[Any] = []
+    trace.push_scope(scope)
+    try:
+        with tracectx(trace):
+            copies = {n: prims.copy_(value, inputs[n], grad_enabled=False) for n, value in changed.items()}
+    finally:
+        trace.pop_scope()
+    for copy in copies.values():
+        copy.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
+    values = dict(returned.args[0])
+    by_value = {value.name: inputs[name] for name, value in changed.items()}
+    # by these thunder finds the gradients of the inputs; what is written is returned so that it is not dropped
+    values["flat_args"] = [by_value.get(getattr(a, "name", None), a) for a in values["flat_args"]]
+    values["written"] = list(copies.values())
+    return [*scope, returned.from_bsym(args=(values, *returned.args[1:]))]
+
+
+def _obstacle(
+    trace: Any, bsym: Any, target: TensorProxy, produced: set[str], shared: set[str], strict: bool
+) -> str | None:
     """Why an in-place operation cannot be replaced, or None."""
-    if target.name not in produced:
+    if target.name not in produced and (strict or not gradflow.requires_grad(trace, target)):
         return "which comes from outside"
     if target.name in shared:
         return "which shares memory with a view of it"
