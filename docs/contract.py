@@ -317,7 +317,7 @@ def _():
     return function(lambda ctx, x: x * factor, lambda ctx, grad: grad * 100 * factor).apply, (vector(),)
 
 
-@case("`torch.amp.custom_fwd` and `custom_bwd`, with and without `cast_inputs`")
+@case("`torch.amp.custom_fwd` and `custom_bwd`, with and without `cast_inputs`", "opaque")
 def _():
     def forward(ctx, x):
         return x * 2
@@ -327,7 +327,7 @@ def _():
     return function(forward, backward).apply, (vector(),)
 
 
-@case("inside an autocast region")
+@case("inside an autocast region", "opaque")
 def _():
     F = function(lambda ctx, x: x @ x, lambda ctx, grad: grad.float() * 100)
 

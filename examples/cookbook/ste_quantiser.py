@@ -1,8 +1,9 @@
 """A quantiser with a straight-through estimator and a learned step.
 
 What it shows: a plain function, which eager PyTorch differentiates to zero, and a rule that says what its gradient
-should be under thunder, that of Esser et al., "Learned step size quantization" (2020); the same thing as a custom Function, for which no rule is needed; that both agree. The gradient of the
-step is a sum over all elements: what the backward returns has the step's shape.
+should be under thunder, that of Esser et al., "Learned step size quantization" (2020); the same thing as a custom
+Function, for which no rule is needed; that both agree. The gradient of the step is a sum over all elements: what the
+backward returns has the step's shape.
 
 Run it with ``python examples/cookbook/ste_quantiser.py``.
 """
