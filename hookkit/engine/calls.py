@@ -14,9 +14,10 @@ from thunder.core.interpreter import _interpret_call, unwrap, wrap_const
 from thunder.core.jit_ext import get_jit_ctx
 
 from hookkit.call import Call
-from hookkit.engine import gradflow, guards, opaque, records, replay
+from hookkit.engine import caching, gradflow, guards, opaque, records, replay
 from hookkit.engine.arguments import Bound
-from hookkit.engine.effects import State
+from hookkit.engine.effects import Generators, State
+from hookkit.engine.modules import current_buffers
 from hookkit.engine.mutation import Retrace
 from hookkit.engine.traced import Invocation, bind_call, trace_call
 from hookkit.engine.tracing import Raised, raise_in_program, user_source
@@ -33,7 +34,12 @@ _running: ContextVar[tuple[tuple[Rule, Any], ...]] = ContextVar("hookkit_running
 
 
 def lookaside_for(
-    callee: Callable[..., Any], owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    callee: Callable[..., Any],
+    owner: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    unsupported: str | None = None,
 ) -> Callable[..., Any] | None:
     """What the interpreter calls instead of a callable, or None if no rule takes the call.
 
@@ -42,6 +48,7 @@ def lookaside_for(
         owner: the wrapped Function class, if ``callee`` is its ``apply``.
         args: wrapped positional arguments (without the owner).
         kwargs: wrapped keyword arguments.
+        unsupported: why thunder cannot do the call itself, if that is known.
     """
     function = unwrap(owner) if owner is not None else None
     if not registry.matching(callee, function):
@@ -55,7 +62,7 @@ def lookaside_for(
         uargs, ukwargs = unwrap_arguments(args, kwargs)
         return uargs, ukwargs, tuple(gradflow.requires_grad(trace, a) for a in uargs), user_source()
 
-    call = Call.pending(callee, function, details)
+    call = Call.pending(callee, function, details, unsupported)
     candidates = []
     try:
         for candidate in registry.candidates(call):
@@ -83,7 +90,8 @@ def trace_program(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """
     while True:
         try:
-            return stock(*args, **kwargs)
+            with caching.tracing(*args[:3]), current_buffers(args[0]):
+                return stock(*args, **kwargs)
         except Retrace as again:
             if isinstance(again.subject, Rule) and again.subject.mode == "trace":
                 raise UntraceableError(f"the rule {again.subject.name} cannot be traced: {again.reason}") from None
@@ -143,6 +151,7 @@ def _take_over(
     )
     # A rule's own provider may call what it stands for; a Function may apply itself to something else.
     token = _running.set((*_running.get(), (rule, call.callable)) if call.function is None else _running.get())
+    caching.note_call(invocation.subject if call.function is not None else rule.forward)
     try:
         with record.running(get_jit_ctx().computation_trace):
             return _run(invocation, record)
@@ -169,6 +178,7 @@ def _run(invocation: Invocation, record: records.CallRecord) -> Any:
         record.replays = 1
         return bind_call(invocation, *replay.instantiate(earlier, invocation))
     everything, outside = _reachable(invocation)
+    generators = Generators.now()
     guarded = guards.mark()
     error: BaseException
     try:
@@ -188,6 +198,7 @@ def _run(invocation: Invocation, record: records.CallRecord) -> Any:
             raise
         error = refused
     outside.restore()
+    generators.restore()
     guards.drop_uncheckable(guarded)
     result = opaque.fall_back(invocation, error, _untraceable)
     record.became("opaque", _untraceable[subject])

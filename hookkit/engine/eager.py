@@ -133,8 +133,9 @@ class EagerResult:
 
     Attributes:
         output: the callee's output, its tensors cut out of the graph.
-        differentiable: for each tensor in the output, in order, whether it requires grad.
-        changed: the indices of tensors that the callee changed in place, and their new values.
+        differentiable: for each tensor in the output, in order, whether it requires grad; then for each that was changed
+            in place, False if it is in the output.
+        changed: the indices of tensors that the callee changed in place, in order, and their new values.
         dirty_outputs: from the place of an output to the index of the changed tensor that it is.
         state: None if nothing requires grad.
     """
@@ -199,29 +200,38 @@ def run_eagerly(
     args, kwargs = fill(arguments, prepared)
     with torch.set_grad_enabled(grad_mode), _autocast(autocasts):
         output = callee(*args, **kwargs)
-    changed = {
-        i: before[i].detach()
-        for i, version in enumerate(versions)
-        if version is not None and before[i]._version != version
-    }
+    changed = [i for i, version in enumerate(versions) if version is not None and before[i]._version != version]
     edges: list[Any] = []
     differentiable: list[bool] = []
     changed_arguments = {id(before[i]): i for i in changed}
     dirty_outputs: dict[int, int] = {}
+    given = {id(leaf) for leaf in leaves.values()}
 
     def cut(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         if id(value) in changed_arguments:
             dirty_outputs[len(differentiable)] = changed_arguments[id(value)]
-        differentiable.append(value.requires_grad)
-        if value.requires_grad:
+        # a new leaf's gradient cannot be asked for from outside
+        tracked = value.requires_grad and (value.grad_fn is not None or id(value) in given)
+        differentiable.append(tracked)
+        if tracked:
             edges.append(torch.autograd.graph.get_gradient_edge(value))
         return value.detach()
 
     output = map_leaves(cut, output)
+    count = len(differentiable)
+    returned = set(dirty_outputs.values())
+    values_now = {}
+    for index in changed:
+        if index in returned:
+            differentiable.append(False)
+            values_now[index] = before[index].detach()
+        else:
+            values_now[index] = cut(before[index])
+    dirty_outputs = {place: index for place, index in dirty_outputs.items() if place < count}
     state = EagerState(edges, sink, entered, leaves, anchor) if edges else None
-    return EagerResult(output, differentiable, changed, dirty_outputs, state)
+    return EagerResult(output, differentiable, values_now, dirty_outputs, state)
 
 
 def _has_version(value: Any) -> bool:

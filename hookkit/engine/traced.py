@@ -29,6 +29,7 @@ from hookkit.engine.values import (
     is_differentiable_dtype,
     leaves,
     map_leaves,
+    proxies_in,
     tensors_in,
     wrap_result,
 )
@@ -60,6 +61,12 @@ class Invocation:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     grad_mode: bool
+
+    @property
+    def name(self) -> str:
+        """What the call's symbol is called: after the Function, or the rule, or else what a predicate was asked about."""
+        by_rule = self.call.function is None and (self.rule.forward is not None or self.rule.is_named)
+        return self.rule.name if by_rule else self.call.name
 
     @property
     def subject(self) -> Any:
@@ -125,6 +132,8 @@ def trace_call(invocation: Invocation, before: State) -> tuple[Composite, Any]:
     with Attempt(grad_mode=inner_mode):
         with Attempt(grad_mode=inner_mode) as forward:
             wrapped = forward.run(rule.forward, *invocation.provider_arguments(), **invocation.kwargs)
+        if any(not invocation.is_made_by_program(modified) for modified, _ in forward.written()):
+            raise UntraceableError("it sets attributes of an object from outside, which a trace does not repeat")
         if forward.enters_autocast and rule.opaque_callee:
             raise UntraceableError("it switches autocast, under which thunder casts fewer operations than PyTorch")
         output, wrapped_residuals = _split(invocation, wrapped)
@@ -205,7 +214,7 @@ def _with_backward(
     forward_symbols = list(forward_symbols)
     outputs, returned, own = _own_outputs(invocation, output, residuals, bool(inputs), forward_symbols, last_values)
     composite = Composite(
-        name=rule.name if invocation.call.function is None else invocation.call.name,
+        name=invocation.name,
         inputs=(),
         outputs=tuple(outputs),
         forward=forward_symbols,
@@ -228,7 +237,6 @@ def _with_backward(
                 made[proxy.name].tags.add(RESIDUAL)
     known = {g.name for g in composite.output_gradients if g is not None}
     free = _free([*forward_symbols, *backward_symbols], known=known)
-    free += [g for g in gradients.values() if _is_outside(g, [*forward_symbols, *backward_symbols], known)]
     with_gradient = [i for i in inputs if i.name in gradients]
     composite.inputs = tuple({p.name: p for p in (*with_gradient, *free)}.values())
     composite.input_gradients = tuple(gradients.get(p.name) for p in composite.inputs)
@@ -347,14 +355,28 @@ def _run_backward(
             made = map_leaves(lambda a: a.make() if isinstance(a, _Zeros) else a, arguments)
         wrapped_arguments = [wrap(a, provenance=origin) for a in made]
         leading = (invocation.wrapped_call(),) if rule.pass_call else ()
+        kept = State.reachable_from(_held(unwrap(wrapped_residuals)))
         result = unwrap(backward.run(rule.backward_provider, *leading, wrapped_residuals, *wrapped_arguments))
+        if kept.overwritten() or any(value is not None for _, value in backward.written()):
+            raise UntraceableError("its backward changes what the forward kept for it: a second backward would see that")
         pairs = invocation.bound.pair_gradients(rule, result)
         with tracectx(trace):
             gradients = _accumulate(invocation, pairs, {i.name for i in inputs})
+            # What the backward returns and did not make, a saved tensor say, must not share memory with the gradient:
+            # autograd takes what it is given for ``.grad``.
+            new = {o.name for b in backward.bound_symbols for o in b.flat_proxy_outs}
+            new.update(p.name for p in proxies_in(made))
+            gradients = {n: g if g.name in new else ltorch.clone(g) for n, g in gradients.items()}
     if backward.enters_autocast and rule.opaque_callee:
         raise UntraceableError("its backward switches autocast, under which thunder casts fewer operations than PyTorch")
     symbols, last_values = functionalise(trace, backward.bound_symbols)
     return list(symbols), {n: last_values.get(variableify(g), g) for n, g in gradients.items()}
+
+
+def _held(residuals: Residuals) -> list[Any]:
+    """The dicts in which residuals, and objects such as ctx among them, hold values."""
+    values = list(vars(residuals).values())
+    return [vars(residuals), *(vars(v) for v in values if type(getattr(v, "__dict__", None)) is dict)]
 
 
 def _accumulate(
@@ -413,7 +435,3 @@ def _free(bsyms: Sequence[Any], known: set[str] = frozenset()) -> list[Proxy]:  
                 free.setdefault(arg.name, arg)
         made.update(o.name for o in bsym.flat_proxy_outs)
     return list(free.values())
-
-
-def _is_outside(proxy: Proxy, bsyms: Sequence[Any], known: set[str]) -> bool:
-    return proxy.name not in known and not any(o.name == proxy.name for b in bsyms for o in b.flat_proxy_outs)

@@ -76,6 +76,11 @@ def _(call: hookkit.Call, saved: Any, *grads: Any) -> Any:
         if backward is not Function.backward:
             raise RuntimeError("Implementing both 'backward' and 'vjp' for a custom Function is not allowed.")
         backward = function.vjp
-    if getattr(function, "boxed_grads_call", False):
-        return backward(saved.ctx, list(grads))
-    return backward(saved.ctx, *grads)
+    boxed = getattr(function, "boxed_grads_call", False)
+    result = backward(saved.ctx, list(grads)) if boxed else backward(saved.ctx, *grads)
+    if isinstance(result, list):
+        raise RuntimeError(
+            f"{function.__name__}.backward returned a list, which PyTorch takes for one gradient (expected a tuple of "
+            f"{len(call.args)}); return a tuple"
+        )
+    return result
