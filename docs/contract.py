@@ -517,7 +517,7 @@ def _():
     return function(lambda ctx, x: x * 2, backward).apply, (vector().detach(),)
 
 
-@case("`no_grad` and `enable_grad` inside forward or backward")
+@case("`no_grad` and `enable_grad` inside forward or backward", "opaque")
 def _():
     def forward(ctx, x):
         with torch.no_grad():
