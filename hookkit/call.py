@@ -79,7 +79,7 @@ class Call:
     def name(self) -> str:
         """The name of what is called, as people write it."""
         if self._name is None:
-            named = self.function if self.function is not None else self.callable
+            named: Any = self.function if self.function is not None else self.callable
             if isinstance(named, MethodWrapperType):  # torch.Tensor.mT.__get__, and other attributes
                 named = named.__self__
             self._name = str(getattr(named, "__name__", None) or type(named).__name__)

@@ -21,9 +21,10 @@ from thunder.executors.torch_autograd import ThunderFunction
 from thunder.transforms import autodiff
 
 from hookkit import compat
-from hookkit.engine import connection, corrections, differentiation, gradflow, modules, mutation, operations
+from hookkit.engine import caching, connection, corrections, differentiation, gradflow, modules, mutation, operations
 from hookkit.engine.calls import lookaside_for, trace_program
 from hookkit.engine.functionalise import functionalise_program
+from hookkit.engine.iteration import iterator_lookaside
 from hookkit.engine.methods import attribute_lookup, fallback_of, method_lookup, torch_callee
 from hookkit.engine.symbols import export_leaks
 from hookkit.registry import registry
@@ -128,6 +129,7 @@ def _patches() -> list[Patch]:
     stock_inputs = jit_ext.get_computation_inputs_and_intermediates
     patches += [
         Patch(jit_ext, "get_computation_inputs_and_intermediates", partial(_inputs_and_intermediates, stock_inputs)),
+        Patch(interpreter, "_call_dispatch", partial(_dispatch, interpreter._call_dispatch)),
         Patch(interpreter.MappingKeysView, "__len__", corrections.keys_count),
         Patch(TensorProxy, "__eq__", partialmethod(corrections.compare, TensorProxy.__eq__)),
         Patch(TensorProxy, "__ne__", partialmethod(corrections.compare, TensorProxy.__ne__)),
@@ -138,7 +140,6 @@ def _patches() -> list[Patch]:
         Patch(clang, "maybe_broadcast", partial(corrections.broadcast, clang.maybe_broadcast)),
         Patch(ThunderModule, "set_buffer", partialmethod(modules.set_buffer, ThunderModule.set_buffer)),
         Patch(jit_ext.JitCtx, "proxify", partialmethod(corrections.proxify, jit_ext.JitCtx.proxify)),
-        Patch(interpreter, "_call_dispatch", partial(_dispatch, interpreter._call_dispatch)),
         Patch(thunder, "thunder_general_jit", partial(trace_program, thunder.thunder_general_jit)),
         Patch(thunder, "insert_alias_updates", partial(functionalise_program, thunder.insert_alias_updates)),
         Patch(thunder, "connect_to_autograd", partial(connection.connect, thunder.connect_to_autograd)),
@@ -159,10 +160,15 @@ def _cache_info(stock: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, A
         info = stock()
         if RULES_KEY not in info:
             info[RULES_KEY] = registry.fingerprint()
-        else:
-            caller = sys._getframe(1).f_code
-            if caller.co_name == "prologue" and RULES_KEY not in caller.co_consts:
+            return info
+        caller = sys._getframe(1)
+        if caller.f_code.co_name == "unpack_inputs":
+            caching.remember(info)
+        elif caller.f_code.co_name == "prologue":
+            if RULES_KEY not in caller.f_code.co_consts:
                 raise RuntimeError("this program was compiled without hookkit's rules")
+            if caching.STATE in caller.f_code.co_consts:
+                caching.recall(info, caller.f_code.co_consts, caller.f_locals["args"], caller.f_locals["kwargs"])
         return info
 
     return _get_cache_info
@@ -177,7 +183,7 @@ def _inputs_and_intermediates(stock: Callable[..., Any], trace: Any) -> Any:
 
 def _lookaside(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Thunder's way of finding what replaces a call, with the rules asked first."""
-    answers = {torch.is_grad_enabled: interpreter_needs_wrap(_is_grad_enabled)}
+    answers: dict[Any, Any] = {torch.is_grad_enabled: interpreter_needs_wrap(_is_grad_enabled)}
     answers[TensorProxy.requires_grad.fget] = interpreter_needs_wrap(_requires_grad)
     answers[TensorProxy.dtype.fget] = interpreter_needs_wrap(corrections.torch_dtype)
     native = {f: interpreter_needs_wrap(f) for f in (save, mark)}
@@ -202,18 +208,13 @@ def _lookaside(stock: Callable[..., Any]) -> Callable[..., Any]:
             taken = lookaside_for(attribute, None, args[:1], {}, unsupported=operations.lacking(attribute, attribute))
             return partial(_of_tensor, taken) if taken is not None else stock(fn, *args, **kwargs)
         callee = torch_callee(fn)
-        unsupported = operations.lacking(fn, callee)
-        found = lookaside_for(callee, None, args, kwargs, unsupported=unsupported) or method_lookup(fn, args)
+        found = lookaside_for(callee, None, args, kwargs, unsupported=operations.lacking(fn, callee))
+        found = found or method_lookup(fn, args) or iterator_lookaside(fn, args)
         if found is not None:
             return found
         return operations.or_opaque(fallback_of(fn) or stock(fn, *args, **kwargs), callee)
 
     return general_jit_lookaside
-
-
-def _of_tensor(taken: Callable[..., Any], tensor: Any, name: Any) -> Any:
-    """What is called in the place of ``TensorProxy.__getattr__``: what stands for the attribute itself."""
-    return taken(tensor)
 
 
 def _dispatch(
@@ -242,6 +243,11 @@ def _dispatch(
         return found(*args, **kwargs)
     rest = (owner, *args) if interpreter.unwrap(fn) is _function_apply else args
     return stock(compilectx, runtimectx, fn, *rest, **kwargs)
+
+
+def _of_tensor(taken: Callable[..., Any], tensor: Any, name: Any) -> Any:
+    """What is called in the place of ``TensorProxy.__getattr__``: what stands for the attribute itself."""
+    return taken(tensor)
 
 
 _function_apply = getattr(torch.autograd.Function.apply, "__func__", object())

@@ -14,9 +14,9 @@ from thunder.core.interpreter import _interpret_call, unwrap, wrap_const
 from thunder.core.jit_ext import get_jit_ctx
 
 from hookkit.call import Call
-from hookkit.engine import gradflow, guards, opaque, records, replay
+from hookkit.engine import caching, gradflow, guards, opaque, records, replay
 from hookkit.engine.arguments import Bound
-from hookkit.engine.effects import State
+from hookkit.engine.effects import Generators, State
 from hookkit.engine.modules import current_buffers
 from hookkit.engine.mutation import Retrace
 from hookkit.engine.traced import Invocation, bind_call, trace_call
@@ -90,7 +90,7 @@ def trace_program(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """
     while True:
         try:
-            with current_buffers(args[0]):
+            with caching.tracing(*args[:3]), current_buffers(args[0]):
                 return stock(*args, **kwargs)
         except Retrace as again:
             if isinstance(again.subject, Rule) and again.subject.mode == "trace":
@@ -100,9 +100,7 @@ def trace_program(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             _untraceable[again.subject] = again.reason
 
 
-def _positional(
-    owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _positional(owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of ``Function.apply`` by position, as torch passes them on.
 
     With ``setup_context`` defaults are filled in (torch/autograd/function.py, ``Function.apply``); without it keywords
@@ -151,6 +149,7 @@ def _take_over(
     )
     # A rule's own provider may call what it stands for; a Function may apply itself to something else.
     token = _running.set((*_running.get(), (rule, call.callable)) if call.function is None else _running.get())
+    caching.note_call(invocation.subject if call.function is not None else rule.forward)
     try:
         with record.running(get_jit_ctx().computation_trace):
             return _run(invocation, record)
@@ -177,6 +176,7 @@ def _run(invocation: Invocation, record: records.CallRecord) -> Any:
         record.replays = 1
         return bind_call(invocation, *replay.instantiate(earlier, invocation))
     everything, outside = _reachable(invocation)
+    generators = Generators.now()
     guarded = guards.mark()
     error: BaseException
     try:
@@ -196,6 +196,7 @@ def _run(invocation: Invocation, record: records.CallRecord) -> Any:
             raise
         error = refused
     outside.restore()
+    generators.restore()
     guards.drop_uncheckable(guarded)
     result = opaque.fall_back(invocation, error, _untraceable)
     record.became("opaque", _untraceable[subject])
@@ -219,7 +220,10 @@ def _why_opaque(invocation: Invocation) -> str | None:
 def _reachable(invocation: Invocation) -> tuple[State, State]:
     """What a call's code can reach: all of it, and what is not made by the program while it is traced."""
     given = [g for g in (invocation.owner, *invocation.args, *invocation.kwargs.values()) if g is not None]
-    providers = [] if invocation.call.function else [invocation.rule.forward, invocation.rule.backward_provider]
+    rule = invocation.rule
+    # Where the callee runs itself the providers are hookkit's own, and the Function is among what is given.
+    itself = rule.opaque_callee and invocation.call.function is not None
+    providers = [] if itself else [rule.forward, rule.backward_provider]
     outside = [g for g in given if not invocation.is_made_by_program(g)]
     everything = State.reachable_from([*map(unwrap, given), *providers])
     if len(outside) == len(given):

@@ -44,7 +44,7 @@ def proxify(context: Any, stock: Callable[..., Any], value: Any) -> Any:
     proxies = held._make(item.value for item in value.item_wrappers)
     value.register_proxy(proxies)
     for name, attribute in value.attribute_wrappers.items():
-        if name not in held._fields:
+        if name not in type(held)._fields:  # type: ignore[attr-defined]
             attribute.register_proxy(getattr(proxies, name))
     return proxies
 

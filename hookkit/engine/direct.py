@@ -38,7 +38,7 @@ class NodeState(OpaqueState):
         node = self.node
         result = node.apply(*gradients)
         node.maybe_clear_saved_tensors()  # unless the graph is kept
-        return self.call.validated(node, result if isinstance(result, tuple) else (result,))  # type: ignore[no-any-return]
+        return self.call.validated(node, result if isinstance(result, tuple) else (result,))
 
     def _through_engine(self, gradients: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor | None]:
         """Let the engine decide what undefined gradients become."""
@@ -87,7 +87,9 @@ class DirectCall:
         tensors = [(a.index, place, needs[a.index]) for place, a in enumerate(args) if isinstance(a, Slot)]
         return cls(function, args, needs, places, tensors)
 
-    def operator(self, metadata: Sequence[Any], is_tuple: bool, refuse: Callable[[Any], NoReturn]) -> Callable[..., Any]:
+    def operator(
+        self, metadata: Sequence[Any], is_tuple: bool, refuse: Callable[[Any], NoReturn]
+    ) -> Callable[..., Any]:
         """What an opaque call's operator does at run time, as one closure: it is called at every step.
 
         Args:
@@ -156,8 +158,14 @@ class DirectCall:
                     f"function {node.name()} returned a gradient different from None at position {place}, but the "
                     "corresponding forward input was not a Variable"
                 )
-        edges = node.next_functions
-        return {i: _fitted(node, place, edges[place][0].variable, gradients[place]) for i, place in self.places}
+        # the node has edges for tensors alone
+        tensors = [place for place, argument in enumerate(self.arguments) if type(argument) is Slot]
+        edges = dict(zip(tensors, enumerate(node.next_functions), strict=True))
+        found = {}
+        for index, place in self.places:
+            number, (edge, _) = edges[place]
+            found[index] = _fitted(node, number, edge.variable, gradients[place])
+        return found
 
 
 def _fitted(node: Any, place: int, like: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
@@ -173,8 +181,8 @@ def _fitted(node: Any, place: int, like: torch.Tensor, gradient: torch.Tensor | 
     if gradient.shape != like.shape:
         if not broadcasts_to(tuple(like.shape), tuple(gradient.shape)):
             raise RuntimeError(
-                f"Function {node.name()} returned an invalid gradient at index {place} - got {list(gradient.shape)} but "
-                f"expected shape compatible with {list(like.shape)}"
+                f"Function {node.name()} returned an invalid gradient at index {place} - got {list(gradient.shape)} "
+                f"but expected shape compatible with {list(like.shape)}"
             )
         gradient = gradient.sum_to_size(like.shape)
     if gradient.is_complex() and not like.is_complex():

@@ -1,9 +1,9 @@
 """Python state that a call's code can reach, so that looking at a call leaves no trace in it.
 
-A Function may count its calls, append to a list, or keep a tensor on a module. thunder runs Python once, when it traces;
-eager PyTorch at every call. A call that changes such state is therefore run opaque, and what was run to find that out
-is undone. Looked at are the cells and globals of the code, the attributes of what is held there, and lists, dicts and
-sets in them.
+A Function may count its calls, append to a list, or keep a tensor on a module. thunder runs Python once, when it
+traces; eager PyTorch at every call. A call that changes such state is therefore run opaque, and what was run to find
+that out is undone. Looked at are the cells and globals of the code, the attributes of what is held there, and lists,
+dicts and sets in them.
 """
 
 from __future__ import annotations
@@ -11,17 +11,21 @@ from __future__ import annotations
 import random
 import sys
 import types
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
 import attrs
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Generators", "State"]
+__all__ = ["Generators", "State", "WritesUndone"]
 
 _FOREIGN = ("torch", "thunder", "numpy", "hookkit", "builtins", "typing", "functools", "math", "collections")
 _DEPTH = 3
 _MISSING = object()
+_CONTAINERS = (list, dict, set, deque)
 
 
 @attrs.define(eq=False)
@@ -32,13 +36,15 @@ class State:
     cells: dict[int, tuple[Any, Any]] = attrs.field(factory=dict)
     names: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = attrs.field(factory=dict)
     attributes: dict[tuple[int, str], tuple[type[Any], str, Any]] = attrs.field(factory=dict)
+    slots: dict[tuple[int, str], tuple[Any, str, Any]] = attrs.field(factory=dict)
+    seen: set[int] = attrs.field(factory=set)
 
     @classmethod
-    def reachable_from(cls, roots: Iterable[Any]) -> State:
+    def reachable_from(cls, roots: Iterable[Any], depth: int = _DEPTH) -> State:
         """Look at what functions, classes and objects can reach."""
         state = cls()
         for root in roots:
-            state._visit(root, _DEPTH)
+            state._visit(root, depth)
         return state
 
     def changed(self) -> list[str]:
@@ -47,18 +53,25 @@ class State:
         found += ["a variable of an enclosing function" for c, v in self.cells.values() if _contents(c) is not v]
         found += [f"the name {name!r}" for d, name, v in self.names.values() if d.get(name, _MISSING) is not v]
         found += [f"{c.__qualname__}.{n}" for c, n, v in self.attributes.values() if vars(c).get(n, _MISSING) is not v]
+        found += [f"the attribute {n!r}" for o, n, v in self.slots.values() if getattr(o, n, _MISSING) is not v]
         return found
+
+    def overwritten(self) -> bool:
+        """Whether a container holds another value than it did; one taken out, or None in its place, frees memory."""
+        return any(
+            any(v is not None and v is not copy.get(k, _MISSING) for k, v in original.items())
+            if isinstance(original, dict)
+            else not _same(original, copy)
+            for original, copy in self.containers.values()
+        )
 
     def restore(self) -> None:
         """Put everything back."""
         for original, copy in self.containers.values():
             if _same(original, copy):
                 continue
-            if isinstance(original, list):
-                original[:] = copy
-            else:
-                original.clear()
-                original.update(copy)
+            original.clear()
+            getattr(original, "extend" if isinstance(original, list | deque) else "update")(copy)
         for cell, value in self.cells.values():
             if _contents(cell) is not value:
                 cell.cell_contents = value
@@ -71,6 +84,13 @@ class State:
         for cls, name, value in self.attributes.values():
             if vars(cls).get(name, _MISSING) is not value:
                 setattr(cls, name, value)
+        for value, name, held in self.slots.values():
+            if getattr(value, name, _MISSING) is held:
+                continue
+            if held is _MISSING:
+                delattr(value, name)
+            else:
+                setattr(value, name, held)
 
     def _visit(self, value: Any, depth: int) -> None:
         if depth < 0 or id(value) in self.containers:
@@ -81,10 +101,10 @@ class State:
                 self._visit(value.__self__, depth - 1)
         elif isinstance(value, types.FunctionType):
             self._visit_function(value, depth)
-        elif isinstance(value, list | dict | set):
+        elif isinstance(value, _CONTAINERS):
             self.containers[id(value)] = (value, value.copy())
             for item in list(value.values()) if isinstance(value, dict) else list(value):
-                if isinstance(item, list | dict | set):
+                if isinstance(item, _CONTAINERS):
                     self._visit(item, depth - 1)
         elif isinstance(value, type):
             if _is_own(value.__module__):
@@ -93,13 +113,18 @@ class State:
                         self._visit_class(base, depth)
         elif type(value).__module__ != "builtins" and not isinstance(value, torch.Tensor | types.ModuleType):
             attributes = getattr(value, "__dict__", None)
-            if type(attributes) is dict and (_is_own(type(value).__module__) or isinstance(value, torch.nn.Module)):
+            is_own = _is_own(type(value).__module__)
+            if type(attributes) is dict and (is_own or isinstance(value, torch.nn.Module)):
                 self._visit(attributes, depth)
+            for cls in type(value).__mro__ if is_own else ():
+                slots = vars(cls).get("__slots__", ())
+                for name in (slots,) if isinstance(slots, str) else slots:
+                    self.slots[id(value), name] = (value, name, getattr(value, name, _MISSING))
 
     def _visit_function(self, function: types.FunctionType, depth: int) -> None:
-        if id(function) in self.cells or not _is_own(function.__module__):
+        if id(function) in self.seen or not _is_own(function.__module__):
             return
-        self.cells[id(function)] = (types.CellType(None), None)  # seen
+        self.seen.add(id(function))
         self._visit(getattr(function, "__wrapped__", None), depth)
         for cell in function.__closure__ or ():
             if id(cell) not in self.cells:
@@ -116,7 +141,7 @@ class State:
         for name, value in list(vars(cls).items()):
             if isinstance(value, staticmethod | classmethod | types.FunctionType | list | dict | set):
                 self._visit(value, depth)
-            if not (name.startswith("__") or isinstance(value, staticmethod | classmethod | types.FunctionType)):
+            if not name.startswith("__"):
                 self.attributes[id(cls), name] = (cls, name, value)
 
 
@@ -124,21 +149,67 @@ class State:
 class Generators:
     """The random generators whose numbers a trace would repeat: Python's, NumPy's and torch's own."""
 
-    states: tuple[Any, ...]
+    python: Any
+    numpy: Any
+    torch: torch.Tensor
 
     @classmethod
     def now(cls) -> Generators:
         """Look at the generators."""
         numpy = sys.modules.get("numpy")
-        drawn = numpy.random.get_state(legacy=False)["state"] if numpy is not None else {}
-        numbers = drawn.get("key"), drawn.get("pos")
-        key = None if numbers[0] is None else (numbers[0].tobytes(), numbers[1])
-        return cls((hash(random.getstate()), hash(key), torch.random.get_rng_state()))
+        drawn = numpy.random.get_state() if numpy is not None else None
+        return cls(random.getstate(), drawn, torch.random.get_rng_state())
 
     def drawn_from(self) -> bool:
         """Whether a number has been drawn since."""
-        python, numpy, torchs = Generators.now().states
-        return bool(python != self.states[0] or numpy != self.states[1] or not torch.equal(torchs, self.states[2]))
+        now = Generators.now()
+        numpys = now.numpy is not None and self.numpy is not None and _key(now.numpy) != _key(self.numpy)
+        return bool(now.python != self.python or numpys or not torch.equal(now.torch, self.torch))
+
+    def restore(self) -> None:
+        """Put the generators back."""
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)
+        torch.random.set_rng_state(self.torch)
+
+
+def _key(numpy_state: Any) -> Any:
+    return numpy_state[1].tobytes(), numpy_state[2:]
+
+
+class WritesUndone(TorchDispatchMode):
+    """Afterwards every tensor that was written to, and every generator that was drawn from, is as it was before."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for parameter, value in self._given(function, args, kwargs):
+            if parameter.alias_info is not None and parameter.alias_info.is_write:
+                for tensor in value if isinstance(value, list | tuple) else [value]:
+                    if type(tensor) is torch.Tensor and id(tensor) not in self._tensors:
+                        with unset_fake_temporarily():
+                            self._tensors[id(tensor)] = (tensor, tensor.clone())
+            elif isinstance(value, torch.Generator) and id(value) not in self._generators:
+                self._generators[id(value)] = (value, value.get_state())
+        return function(*args, **kwargs)
+
+    @staticmethod
+    def _given(function: Any, args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
+        parameters = function._schema.arguments
+        return [*zip(parameters, args, strict=False), *((p, kwargs[p.name]) for p in parameters if p.name in kwargs)]
+
+    def undo(self) -> None:
+        """Put everything back."""
+        with torch.no_grad():
+            for tensor, before in self._tensors.values():
+                tensor.copy_(before)
+        for generator, state in self._generators.values():
+            generator.set_state(state)
 
 
 def _names(code: types.CodeType) -> set[str]:

@@ -18,6 +18,9 @@ from thunder.core.interpreter import interpreter_needs_wrap
 from thunder.core.langctxs import Languages, resolve_language, resolve_method
 from thunder.core.proxies import TensorProxy
 
+from hookkit.engine import records
+from hookkit.engine.tracing import raise_in_program
+from hookkit.errors import HookError
 from hookkit.registry import registry
 
 __all__ = ["TensorMethod", "attribute_lookup", "fallback_of", "is_attribute", "method_lookup", "torch_callee"]
@@ -38,7 +41,7 @@ class TensorMethod:
     @property
     def is_known(self) -> bool:
         """Whether thunder has the method."""
-        return bool(resolve_language(Languages.TORCH).has_method(self.name))  # type: ignore[attr-defined]
+        return bool(resolve_language(Languages.TORCH).has_method(self.name))
 
     def __call__(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         """What thunder does without a rule."""
@@ -61,6 +64,8 @@ def method_lookup(function: Any, args: tuple[Any, ...]) -> Callable[..., Any] | 
     """What to do instead of ``TensorProxy.__getattr__``, if a rule could take a call of the method that it finds."""
     if function is not TensorProxy.__getattr__:
         return None
+    if args[1].value == "is_contiguous" and records.inside_a_call():
+        return partial(raise_in_program, HookError("is_contiguous() of a tensor is not known while a call is traced"))
     method = getattr(torch.Tensor, args[1].value, None)
     if not callable(method) or not registry.matching(method, None):
         return None

@@ -56,8 +56,9 @@ def check(trace: Any) -> None:
                     raise Retrace(call.subject, f"{bsym.sym.name} changes a tensor that its backward needs, in place")
                 if name in views:
                     raise HookError(
-                        f"{bsym.sym.name} changes in place what the result of {views[name]} shares with an argument of the "
-                        "call, which a compiled program cannot follow, and eager PyTorch refuses for views made in a "
+                        f"{bsym.sym.name} changes in place what the result of {views[name]} shares with an argument of "
+                        "the call, which a compiled program cannot follow, and "
+                        "eager PyTorch refuses for views made in a "
                         f"custom Function ({bsym.source_filename}). Clone the result first."
                     )
         _note_sharing(sharing, bsym)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -29,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from hookkit.engine import gradflow
 from hookkit.engine.direct import DirectCall
 from hookkit.engine.eager import Autocast, EagerResult, OpaqueState, fill, provider_callee, run_eagerly, split_tensors
-from hookkit.engine.effects import State
+from hookkit.engine.effects import Generators, State, WritesUndone
 from hookkit.engine.symbols import make_symbol, symbol_name
 from hookkit.engine.traced import Invocation
 from hookkit.engine.tracing import Raised
@@ -56,14 +55,14 @@ class TensorMetadata:
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} on {self.device}"
 
+    def zeros(self) -> torch.Tensor:
+        """A tensor of zeros with this metadata."""
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+
     @classmethod
     def of_proxy(cls, proxy: TensorProxy) -> TensorMetadata:
         """The metadata of a proxy."""
         return cls(tuple(proxy.shape), dtypes.to_torch_dtype(proxy.dtype), to_torch_device(proxy.device))
-
-    def zeros(self) -> torch.Tensor:
-        """A tensor of zeros with this metadata."""
-        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
     def proxy(self, requires_grad: bool) -> TensorProxy:
         """A new proxy with this metadata."""
@@ -227,7 +226,7 @@ def _same_structure(a: Any, b: Any) -> bool:
         return list(a) == list(b) and all(_same_structure(a[k], b[k]) for k in a)
     if isinstance(a, tuple | list):
         return len(a) == len(b) and all(map(_same_structure, a, b))
-    if isinstance(a, PLAIN) or isinstance(a, Slot):
+    if isinstance(a, (*PLAIN, Slot)):
         return bool(a == b or (a != a and b != b))
     if attrs.has(type(a)) or hasattr(type(a), "__dataclass_fields__"):
         return _same_structure(dict(vars(a)), dict(vars(b))) if hasattr(a, "__dict__") else bool(a == b)
@@ -269,9 +268,9 @@ def opaque_call(invocation: Invocation, pending: BaseException | None) -> Any:
     symbol = make_symbol(
         jit.ad_hoc_executor, name, meta, operator.operator(), kind=gradflow.CALL, is_prim=True, keep=True
     )
-    transform = (
-        _gradient_transform(jit.ad_hoc_executor, symbol, name, operator, slots) if operator.has_backward else symbol
-    )
+    transform = symbol
+    if operator.has_backward:
+        transform = _gradient_transform(jit.ad_hoc_executor, symbol, name, operator, slots)
     jit.ad_hoc_executor._implmap[symbol.id] = ImplInfo(symbol=symbol, grad_transform=transform)
     with tracectx(trace):
         results = symbol(*slots)
@@ -300,7 +299,7 @@ def record_constant(tensor: torch.Tensor) -> TensorProxy:
     with tracectx(trace):
         trace.push_scope(trace.scopes[0])
         try:
-            return symbol()  # type: ignore[no-any-return]
+            return symbol()
         finally:
             trace.pop_scope()
 
@@ -370,7 +369,7 @@ def _operator(invocation: Invocation) -> tuple[OpaqueCall, list[Proxy]]:
 
 
 def _torch_dtype(dtype: Any) -> torch.dtype:
-    return dtype if isinstance(dtype, torch.dtype) else dtypes.to_torch_dtype(dtype)  # type: ignore[no-any-return]
+    return dtype if isinstance(dtype, torch.dtype) else dtypes.to_torch_dtype(dtype)
 
 
 def _refuse_hidden_proxies(invocation: Invocation, value: Any) -> None:
@@ -403,12 +402,7 @@ def _gradient_transform(
 ) -> Callable[..., Any]:
     expected = operator.expected
     assert expected is not None
-    operator.inputs = {
-        i: TensorMetadata(
-            tuple(slots[i].shape), dtypes.to_torch_dtype(slots[i].dtype), to_torch_device(slots[i].device)
-        )
-        for i in expected.gradients
-    }
+    operator.inputs = {i: TensorMetadata.of_proxy(slots[i]) for i in expected.gradients}
 
     def transform(*args: Any) -> Any:
         results = symbol(*args)
@@ -458,9 +452,10 @@ def _find_metadata(
     provider = invocation.rule.meta_provider
     if provider is not None:
         return _from_meta_function(invocation, operator, slots, provider)
-    with _no_side_effects(invocation):
+    with _no_side_effects(invocation) as writes_undone:
         try:
-            with FakeTensorMode(allow_non_fake_inputs=True), _Watch(refuse_memory=invocation.call.unsupported is None):
+            watch = _Watch(refuse_memory=invocation.call.unsupported is None)
+            with FakeTensorMode(allow_non_fake_inputs=True), watch, writes_undone:
                 return _probe(operator, [_example(p, None) for p in slots])
         except Exception as error:
             without_data = error
@@ -473,7 +468,8 @@ def _find_metadata(
                 f"result is not known before the program runs ({type(without_data).__name__}: {without_data})"
             ) from without_data
         try:
-            first, second = _on_examples(invocation, operator, slots)
+            with writes_undone:
+                first, second = _on_examples(invocation, operator, slots)
         except Exception as error:
             if _is_same(error, pending) or _is_same(error, without_data):
                 raise Raised(error, interpreted=False) from None
@@ -553,12 +549,6 @@ def _probe(operator: OpaqueCall, values: list[Any]) -> Expected:
     )
 
 
-def _sharing(tensors: list[torch.Tensor], values: list[Any]) -> list[int]:
-    """The places of outputs that share memory with a value."""
-    given = [v for v in values if isinstance(v, torch.Tensor)]
-    return [i for i, t in enumerate(tensors) if any(torch._C._is_alias_of(t, v) for v in given)]
-
-
 def _can_go_directly(operator: OpaqueCall, result: EagerResult, structure: Any, values: list[Any]) -> bool:
     """Whether a call can go the short way: all its outputs are tensors that one node owns, and it changes nothing."""
     flat = isinstance(structure, Slot) or (type(structure) is tuple and all(isinstance(s, Slot) for s in structure))
@@ -568,6 +558,12 @@ def _can_go_directly(operator: OpaqueCall, result: EagerResult, structure: Any, 
     node = result.state.edges[0].node
     owned = isinstance(node, torch.autograd.function.BackwardCFunction)
     return owned and all(e.node is node for e in result.state.edges) and operator.direct.keeps_its_inputs(node, values)
+
+
+def _sharing(tensors: list[torch.Tensor], values: list[Any]) -> list[int]:
+    """The places of outputs that share memory with a value."""
+    given = [v for v in values if isinstance(v, torch.Tensor)]
+    return [i for i, t in enumerate(tensors) if any(torch._C._is_alias_of(t, v) for v in given)]  # type: ignore[attr-defined]
 
 
 def _probe_gradients(operator: OpaqueCall, result: EagerResult, tensors: list[torch.Tensor]) -> list[int]:
@@ -662,30 +658,24 @@ class _Watch(TorchFunctionMode):
 
     def __enter__(self) -> _Watch:
         _fake_tensor_log.disabled = True  # what fails here is said once, by whoever asked
-        return super().__enter__()  # type: ignore[no-any-return]
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         _fake_tensor_log.disabled = False
         for parameter, gradient in self._gradients.values():
             parameter.grad = gradient
 
 
 @contextlib.contextmanager
-def _no_side_effects(invocation: Invocation) -> Iterator[None]:
-    """Leave Python state and the random generators as they are; what raises leaves its mark, as in eager."""
+def _no_side_effects(invocation: Invocation) -> Iterator[WritesUndone]:
+    """Leave Python state, tensors and random generators as they are; what raises leaves its mark, as in eager."""
     reachable = State.reachable_from([invocation.call.function or invocation.call.callable, *invocation.call.args])
-    state = random.getstate()
-    try:
-        import numpy
-    except ImportError:
-        numpy = None  # type: ignore[assignment]
-    numpy_state = numpy.random.get_state() if numpy is not None else None
+    generators, writes = Generators.now(), WritesUndone()
     try:
         with torch.random.fork_rng():
-            yield
+            yield writes
         reachable.restore()
     finally:
-        random.setstate(state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
+        writes.undo()
+        generators.restore()

@@ -190,7 +190,8 @@ def _operation_name(callee: Any) -> str | None:
     if is_attribute(callee):
         return str(callee.__self__.__name__)
     if isinstance(callee, types.FunctionType):
-        return callee.__name__ if getattr(torch.Tensor, callee.__name__, None) is callee else None
+        name = callee.__name__
+        return name if getattr(torch.Tensor, name, None) is callee else None
     if isinstance(callee, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return str(callee)
     return None

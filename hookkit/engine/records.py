@@ -16,7 +16,15 @@ from hookkit.call import Call, Source
 from hookkit.registry import Candidate
 from hookkit.rule import Rule
 
-__all__ = ["CallRecord", "Tracing", "all_candidates_wanted", "note", "tracings_of", "want_all_candidates"]
+__all__ = [
+    "CallRecord",
+    "Tracing",
+    "all_candidates_wanted",
+    "inside_a_call",
+    "note",
+    "tracings_of",
+    "want_all_candidates",
+]
 
 
 @attrs.define(eq=False)
@@ -88,6 +96,11 @@ _all_wanted: ContextVar[bool] = ContextVar("hookkit_all_candidates_wanted", defa
 def all_candidates_wanted() -> bool:
     """Whether the rules after the one that takes a call are asked, too."""
     return _all_wanted.get()
+
+
+def inside_a_call() -> bool:
+    """Whether a call is being taken over."""
+    return _running.get() is not None
 
 
 @contextmanager

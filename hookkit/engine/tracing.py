@@ -18,6 +18,7 @@ from thunder.core.interpreter import (
     _interpret_call,
     do_raise,
     get_interpreterruntimectx,
+    unwrap,
 )
 from thunder.core.jit_ext import get_jit_ctx
 from thunder.core.prims import OpTags
@@ -76,10 +77,18 @@ class Attempt:
         except Exception as error:
             raise Raised(error, interpreted=False) from error
         if result is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
-            error = self._runtime.curexc
+            raised = self._runtime.curexc
             self._runtime.curexc = None
-            raise Raised(error, interpreted=True)
+            raise Raised(raised, interpreted=True)
         return result
+
+    def written(self) -> list[tuple[Any, Any]]:
+        """The dicts of objects that were there before in which the code that ran set an attribute, and its value.
+
+        thunder does not set them; it notes them for the program's epilogue (``_general_jit_object_setattr_lookaside``).
+        """
+        notes = self._jit._additional_outputs.items()
+        return [(d, unwrap(note[-1])) for d, entries in notes for note in entries[self._modifications.get(d, 0) :]]
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         trace = self._trace

@@ -51,7 +51,7 @@ class Context:
 @hookkit.rule(Function, pass_call=True, track="positional", opaque_callee=True, priority=-100)
 def autograd_function(call: hookkit.Call, *args: Any) -> Any:
     """Run the class's forward with a traced ctx."""
-    function = call.function
+    function: Any = call.function
     ctx = Context(call.needs)
     if function.setup_context is Function.setup_context:
         output = function.forward(ctx, *args)
@@ -70,12 +70,17 @@ def autograd_function(call: hookkit.Call, *args: Any) -> Any:
 
 @autograd_function.backward
 def _(call: hookkit.Call, saved: Any, *grads: Any) -> Any:
-    function = call.function
+    function: Any = call.function
     backward = function.backward
     if function.vjp is not Function.vjp:
         if backward is not Function.backward:
             raise RuntimeError("Implementing both 'backward' and 'vjp' for a custom Function is not allowed.")
         backward = function.vjp
-    if getattr(function, "boxed_grads_call", False):
-        return backward(saved.ctx, list(grads))
-    return backward(saved.ctx, *grads)
+    boxed = getattr(function, "boxed_grads_call", False)
+    result = backward(saved.ctx, list(grads)) if boxed else backward(saved.ctx, *grads)
+    if isinstance(result, list):
+        raise RuntimeError(
+            f"{function.__name__}.backward returned a list, which PyTorch takes for one gradient (expected a tuple of "
+            f"{len(call.args)}); return a tuple"
+        )
+    return result
