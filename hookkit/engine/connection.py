@@ -6,40 +6,57 @@ it is differentiable once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from hookkit.engine import reach
 from hookkit.engine.eager import OpaqueState
 
 __all__ = ["Functions", "backward", "connect"]
 
 
 class Functions(str):
-    """The names of the calls that hookkit took over in a program; travels with what the forward saves."""
+    """The names of the calls that hookkit took over in a program; travels with what the forward saves.
+
+    Attributes:
+        reach: for each argument of the program to which of its outputs it leads; empty if that does not matter.
+        undefined: in a backward, which of the outputs have no gradient.
+    """
+
+    reach: Sequence[frozenset[int]] = ()
+    undefined: Sequence[bool] = ()
 
 
 def connect(stock: Callable[..., Any], **connection: Any) -> Any:
-    """Connect a program's outputs to autograd, and tell its opaque calls which gradients are undefined.
+    """Connect a program's outputs to autograd, and note in its backward which gradients are undefined.
 
     Args:
         stock: ``thunder.executors.torch_autograd.connect_to_autograd``.
         **connection: its arguments.
     """
-    stock(**connection)
-    states = [s for s in connection["saved_other"] if isinstance(s, OpaqueState)]
-    node = next((o.grad_fn for o in connection["flat_output"] if isinstance(o, torch.Tensor)), None)
-    if not states or node is None:
-        return
+    others = connection["saved_other"]
+    names = next((o for o in others if isinstance(o, Functions)), None)
+    if names is None:
+        return stock(**connection)
     undefined: list[bool] = []
-    for state in states:
-        state.undefined = undefined
+    of_this_call = Functions(names)
+    of_this_call.reach, of_this_call.undefined = names.reach, undefined
+    connection["saved_other"] = tuple(of_this_call if o is names else o for o in others)
+    stock(**connection)
+    node = next((o.grad_fn for o in connection["flat_output"] if isinstance(o, torch.Tensor)), None)
+    if node is None:
+        return None
+    for state in others:
+        if isinstance(state, OpaqueState):
+            state.undefined = undefined
 
     def note(gradients: tuple[torch.Tensor | None, ...]) -> None:
         undefined[:] = [g is None for g in gradients]
 
     node.register_prehook(note)
+    return None
 
 
 def backward(stock: Callable[..., Any], ctx: Any, *gradients: Any) -> Any:
@@ -51,8 +68,15 @@ def backward(stock: Callable[..., Any], ctx: Any, *gradients: Any) -> Any:
         *gradients: its gradients.
     """
     names = next((o for o in ctx.saved_other or () if isinstance(o, Functions)), None)
-    result = stock(ctx, *gradients)
-    if not torch.is_grad_enabled() or names is None:
+    if names is None:
+        return stock(ctx, *gradients)
+    with reach.running(names.undefined):
+        result = stock(ctx, *gradients)
+        if names.reach and any(names.undefined) and len(names.reach) <= len(result):
+            leading = len(result) - len(names.reach)
+            kept = [None if reach.none_used(r) else g for r, g in zip(names.reach, result[leading:], strict=True)]
+            result = (*result[:leading], *kept)
+    if not torch.is_grad_enabled():
         return result
     message = (
         f"the second derivative through {names} is not supported in a program compiled by thunder, which is "

@@ -20,6 +20,8 @@ from thunder.core.trace import tracectx
 
 from hookkit.engine import gradflow
 from hookkit.engine.connection import Functions
+from hookkit.engine.reach import reach_of_calls
+from hookkit.engine.symbols import called
 
 __all__ = ["RESIDUAL", "differentiate", "split"]
 
@@ -37,6 +39,7 @@ class _Tag:
 RESIDUAL = _Tag("hookkit.RESIDUAL")
 
 _calls: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
+_reach: weakref.WeakKeyDictionary[Any, list[frozenset[int]]] = weakref.WeakKeyDictionary()
 _differentiable: weakref.WeakKeyDictionary[Any, list[bool]] = weakref.WeakKeyDictionary()
 
 
@@ -52,7 +55,13 @@ def differentiate(stock: Callable[..., Any], trace: Any) -> Any:
             for out in bsym.flat_proxy_outs:
                 out.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
     outputs, _ = tree_flatten_with_dataclass(trace.bound_symbols[-1].args[0]["output"])
-    _differentiable[get_compile_data()] = [gradflow.requires_grad(trace, o) for o in outputs]
+    differentiable = _differentiable[get_compile_data()] = [gradflow.requires_grad(trace, o) for o in outputs]
+    calls, arguments = reach_of_calls(trace, [o for o, d in zip(outputs, differentiable, strict=True) if d])
+    _reach[get_compile_data()] = arguments
+    for place, reached in calls.items():
+        call = called(trace.bound_symbols[place])
+        if call is not None and len(reached) < sum(differentiable):
+            call.reach = reached
     _calls[get_compile_data()] = [b.sym.name for b in trace.bound_symbols if gradflow.is_explicit(b)]
     joint = stock(trace)
     _drop_undefined_gradients(joint)
@@ -122,7 +131,7 @@ def split(stock: Callable[..., Any], joint: Any) -> tuple[Any, Any]:
         return forward, None
     names = _functions(joint)
     if names:
-        _save_names(forward, names)
+        _save_names(forward, names, _reach.pop(get_compile_data(), []))
     _take_cotangents(backward, kept, extra=bool(names))
     return forward, backward
 
@@ -132,11 +141,13 @@ def _functions(joint: Any) -> str:
     return ", ".join(dict.fromkeys(_calls.pop(get_compile_data(), ())))
 
 
-def _save_names(forward: Any, names: str) -> None:
-    """Hand the names of the calls on to the backward, for its messages."""
+def _save_names(forward: Any, names: str, reach: list[frozenset[int]]) -> None:
+    """Hand the names of the calls on to the backward, for its messages, and what its arguments lead to."""
+    functions = Functions(names)
+    functions.reach = reach
     returned = forward.bound_symbols[-1]
     values, (tensors, others) = returned.args
-    forward.bound_symbols[-1] = returned.from_bsym(args=(values, (tensors, (*others, Functions(names)))))
+    forward.bound_symbols[-1] = returned.from_bsym(args=(values, (tensors, (*others, functions))))
 
 
 def _add_something_backward(joint: Any) -> None:
@@ -172,12 +183,15 @@ def _take_cotangents(backward: Any, kept: list[int], extra: bool) -> None:
     cotangents = [cotangents[i] for i in kept]
     others = [*others, None] if extra else others
     places = {c.name: i for i, c in enumerate(cotangents) if isinstance(c, Proxy)}
+    consuming = [b for b in backward.bound_symbols if b.sym.id not in (prims.PrimIDs.RETURN, prims.PrimIDs.DEL)]
+    consumed = {a.name for b in consuming for a in b.flat_proxy_args}
     for bsym in backward.bound_symbols:
         if gradflow.is_opaque_backward(bsym):
             operator = bsym._call_ctx[bsym.sym.name].__self__
             operator.program_outputs = {
                 i: places[a.name] for i, a in enumerate(bsym.args[1:]) if isinstance(a, Proxy) and a.name in places
             }
+            operator.handed_on = [getattr(o, "name", None) not in consumed for o in bsym.output]
     body = [b for b in backward.bound_symbols if not _unpacks_arguments(b)]
     names = ("saved_for_backward", "cotangents", "C0", "C1")
     backward.names.difference_update(names)

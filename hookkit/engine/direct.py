@@ -47,7 +47,7 @@ class NodeState(OpaqueState):
         places = self.call.places
         if not used:
             return dict.fromkeys(i for i, _ in places)
-        inputs = [self.node.next_functions[place][0].variable for _, place in places]
+        inputs = [self.node.next_functions[self.call.edges[place]][0].variable for _, place in places]
         found = torch.autograd.grad(
             [e for e, _ in used], inputs, [g for _, g in used], retain_graph=compat.graph_is_kept(), allow_unused=True
         )
@@ -64,6 +64,7 @@ class DirectCall:
         needs: for each slot whether it requires grad.
         places: for each slot that needs a gradient its index and its place among the arguments.
         tensors: for each slot its index, its place, and whether it requires grad.
+        edges: from the place of a tensor to its place among the node's ``next_functions``, which has tensors only.
     """
 
     function: type[Any]
@@ -71,6 +72,7 @@ class DirectCall:
     needs: tuple[bool, ...]
     places: list[tuple[int, int]]
     tensors: list[tuple[int, int, bool]]
+    edges: dict[int, int]
 
     @classmethod
     def of(cls, function: type[Any] | None, arguments: Any, needs: tuple[bool, ...]) -> DirectCall | None:
@@ -85,7 +87,8 @@ class DirectCall:
             return None
         places = [(a.index, place) for place, a in enumerate(args) if isinstance(a, Slot) and needs[a.index]]
         tensors = [(a.index, place, needs[a.index]) for place, a in enumerate(args) if isinstance(a, Slot)]
-        return cls(function, args, needs, places, tensors)
+        edges = {place: edge for edge, (_, place, _) in enumerate(tensors)}
+        return cls(function, args, needs, places, tensors, edges)
 
     def operator(
         self, metadata: Sequence[Any], is_tuple: bool, refuse: Callable[[Any], NoReturn]
@@ -134,8 +137,8 @@ class DirectCall:
 
     def keeps_its_inputs(self, node: Any, values: Sequence[torch.Tensor]) -> bool:
         """Whether the node keeps every tensor that it needs a gradient for, so that handing it on keeps no more."""
-        kept = {t.untyped_storage()._cdata for t in node.saved_tensors if isinstance(t, torch.Tensor)}
-        return all(values[i].untyped_storage()._cdata in kept for i, _ in self.places)
+        kept = [t for t in node.saved_tensors if isinstance(t, torch.Tensor)]
+        return all(any(torch._C._is_alias_of(values[i], t) for t in kept) for i, _ in self.places)  # type: ignore[attr-defined]
 
     def validated(self, node: Any, gradients: tuple[Any, ...]) -> dict[int, torch.Tensor | None]:
         """Gradients as the engine would hand them on."""
@@ -158,14 +161,8 @@ class DirectCall:
                     f"function {node.name()} returned a gradient different from None at position {place}, but the "
                     "corresponding forward input was not a Variable"
                 )
-        # the node has edges for tensors alone
-        tensors = [place for place, argument in enumerate(self.arguments) if type(argument) is Slot]
-        edges = dict(zip(tensors, enumerate(node.next_functions), strict=True))
-        found = {}
-        for index, place in self.places:
-            number, (edge, _) = edges[place]
-            found[index] = _fitted(node, number, edge.variable, gradients[place])
-        return found
+        nodes = [(i, place, node.next_functions[self.edges[place]][0]) for i, place in self.places]
+        return {i: _fitted(node, place, leaf.variable, gradients[place]) for i, place, leaf in nodes}
 
 
 def _fitted(node: Any, place: int, like: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:

@@ -19,6 +19,7 @@ __all__ = [
     "CALL",
     "OPAQUE_BACKWARD",
     "TRACED",
+    "WHERE_USED",
     "changes_in_place",
     "forget",
     "is_explicit",
@@ -31,6 +32,7 @@ __all__ = [
 CALL = "hookkit.call."  # its results say whether they require grad
 TRACED = "hookkit.traced."  # thunder differentiates its operations
 OPAQUE_BACKWARD = "hookkit.backward."
+WHERE_USED = "hookkit.where_used."
 
 
 class _Flow:

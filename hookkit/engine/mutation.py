@@ -13,7 +13,7 @@ import thunder.torch as ltorch
 from thunder.core.proxies import TensorProxy
 
 from hookkit.engine import gradflow
-from hookkit.engine.gradflow import changes_in_place
+from hookkit.engine.gradflow import changes_in_place, is_explicit
 from hookkit.engine.symbols import Composite
 from hookkit.errors import HookError
 
@@ -38,6 +38,8 @@ def check(trace: Any) -> None:
     """
     if not any(changes_in_place(b) for b in trace.bound_symbols):
         return
+    if any(is_explicit(b) for b in trace.bound_symbols):
+        _refuse_changed_views(trace)
     sharing = _Sharing()
     residuals: dict[str, Composite] = {}
     views: dict[str, str] = {}
@@ -67,6 +69,44 @@ def check(trace: Any) -> None:
             residuals.update(dict.fromkeys(call.residual_names(), call))
         for name in getattr(call, "views", ()):
             views[name] = bsym.sym.name
+
+
+def _refuse_changed_views(trace: Any) -> None:
+    """Refuse an in-place operation on a view, if the gradient would have to find its way to what shares its memory.
+
+    thunder 0.2.6 writes to the memory and does not differentiate that, with or without a custom Function; delete this
+    when it does.
+    """
+    views, same = _Sharing(), _Sharing()
+    changed: dict[str, Any] = {}
+    for bsym in trace.bound_symbols:
+        for argument in bsym.flat_proxy_args:
+            if argument.name in changed:
+                change = changed[argument.name]
+                raise HookError(
+                    f"{change.sym.name} changes a tensor in place that is a view, or has one, and what shares its memory "
+                    f"is read afterwards ({_place(change)}); thunder does not differentiate that. Write it without the "
+                    "view, as in h = torch.cat(...) or h = torch.where(...), or change the whole tensor."
+                )
+        tensors = [a for a in bsym.flat_proxy_args if isinstance(a, TensorProxy)]
+        outs = [o for o in bsym.flat_proxy_outs if isinstance(o, TensorProxy)]
+        if not tensors:
+            continue
+        if changes_in_place(bsym):
+            for out in outs:
+                same.join(tensors[0].name, out.name)
+                views.join(tensors[0].name, out.name)
+            if any(gradflow.requires_grad(trace, o) for o in outs):
+                others = views.group(tensors[0].name) - same.group(tensors[0].name)
+                changed.update(dict.fromkeys(others, bsym))
+        elif bsym.sym in ltorch._syms_returning_views:
+            for out in outs:
+                views.join(tensors[0].name, out.name)
+
+
+def _place(bsym: Any) -> str:
+    line = getattr(bsym.source_positions, "lineno", None)
+    return f"{bsym.source_filename}:{line}"
 
 
 def cuts_gradient(trace: Any, bsym: Any, target: TensorProxy) -> bool:

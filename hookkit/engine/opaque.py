@@ -29,6 +29,7 @@ from hookkit.engine import gradflow
 from hookkit.engine.direct import DirectCall
 from hookkit.engine.eager import Autocast, EagerResult, OpaqueState, fill, provider_callee, run_eagerly, split_tensors
 from hookkit.engine.effects import Generators, State, WritesUndone
+from hookkit.engine.reach import none_used
 from hookkit.engine.symbols import make_symbol, symbol_name
 from hookkit.engine.traced import Invocation
 from hookkit.engine.tracing import Raised
@@ -116,6 +117,8 @@ class OpaqueCall:
         program_outputs: from the place of a gradient to that of the program's output whose gradient it is.
         direct: the short way of the call, if it has one.
         inputs: the metadata of the slots that get a gradient.
+        reach: to which of the program's outputs it leads, if not to all.
+        handed_on: for each gradient whether the program's backward returns it as it is, which may be None.
     """
 
     description: str
@@ -128,6 +131,8 @@ class OpaqueCall:
     program_outputs: dict[int, int] = attrs.field(factory=dict)
     direct: DirectCall | None = None
     inputs: dict[int, TensorMetadata] = attrs.field(factory=dict)
+    reach: frozenset[int] | None = None
+    handed_on: Sequence[bool] = ()
 
     def run(self, values: Sequence[Any], copied: Sequence[int] = ()) -> EagerResult:
         """Call the callee with values in the places of the slots."""
@@ -184,12 +189,23 @@ class OpaqueCall:
         assert self.expected is not None
         if state is None:
             raise MetaError(f"{self.description} returned no tensor that requires grad, although its metadata said so")
+        if none_used(self.reach):
+            return self._filled({})
         undefined, places = state.undefined, self.program_outputs
         if undefined and places:
             gradients = tuple(None if i in places and undefined[places[i]] else g for i, g in enumerate(gradients))
-        found = state.backward(gradients)
-        # the trace adds gradients up, and None cannot be added
-        return tuple([self.inputs[i].zeros() if (g := found.get(i)) is None else g for i in self.expected.gradients])
+        return self._filled(state.backward(gradients))
+
+    def _filled(self, found: dict[int, torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+        """The gradients in order, with zeros for None where the trace adds it to others."""
+        assert self.expected is not None
+        handed_on = self.handed_on or [False] * len(self.expected.gradients)
+        return tuple(
+            [
+                self.inputs[i].zeros() if (g := found.get(i)) is None and not may_be_none else g
+                for i, may_be_none in zip(self.expected.gradients, handed_on, strict=True)
+            ]
+        )
 
     def _check(self, tensors: list[torch.Tensor], structure: Any, result: EagerResult) -> None:
         """Compare what the call returned with its metadata.
@@ -265,6 +281,7 @@ def opaque_call(invocation: Invocation, pending: BaseException | None) -> Any:
                 output.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
         return tuple(outputs)
 
+    meta.operator = operator  # type: ignore[attr-defined]
     symbol = make_symbol(
         jit.ad_hoc_executor, name, meta, operator.operator(), kind=gradflow.CALL, is_prim=True, keep=True
     )

@@ -11,6 +11,7 @@ import keyword
 import re
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
@@ -23,8 +24,9 @@ from thunder.core.trace import TraceCtx, get_tracectx, tracectx
 from thunder.extend import ImplInfo
 
 from hookkit.engine import gradflow
+from hookkit.engine.reach import metadata_of, used_or_zeros
 
-__all__ = ["Composite", "bind", "export_leaks", "fresh", "make_symbol", "renamed", "symbol_name"]
+__all__ = ["Composite", "bind", "called", "export_leaks", "fresh", "make_symbol", "renamed", "symbol_name"]
 
 _serials = itertools.count(1)
 _names: weakref.WeakKeyDictionary[TraceCtx, set[str]] = weakref.WeakKeyDictionary()
@@ -99,6 +101,8 @@ class Composite:
         views: the names of outputs that may share memory with an input.
         used: whether the recorded operations stand in a trace already, under the names that they have.
         wanted_name: the name before it was made unique in the trace.
+        reach: to which of the program's outputs it leads, if not to all.
+        executor: the executor of the program.
     """
 
     name: str
@@ -113,6 +117,8 @@ class Composite:
     views: frozenset[str] = frozenset()
     used: bool = False
     wanted_name: str = ""
+    reach: frozenset[int] | None = None
+    executor: Any = None
 
     def residual_names(self) -> set[str]:
         """The names of the tensors that the backward reads."""
@@ -137,8 +143,16 @@ class Composite:
         self.used = True
         for given, gradient in zip(args, self.input_gradients, strict=True):
             if gradient is not None:
-                prims.put_grad(given, _swapped(env, gradient))
+                prims.put_grad(given, self._where_used(_swapped(env, gradient)))
         return outputs
+
+    def _where_used(self, gradient: Any) -> Any:
+        """A gradient, or zeros where eager PyTorch would not have called the backward."""
+        if self.reach is None:
+            return gradient
+        used = partial(used_or_zeros, self.reach)
+        name = f"{self.name}_where_used"
+        return make_symbol(self.executor, name, metadata_of, used, kind=gradflow.WHERE_USED, is_prim=True)(gradient)
 
     def _replay(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[Any, Any]]:
         env = {variableify(i): a for i, a in zip(self.inputs, args, strict=True) if a is not i}
@@ -151,7 +165,7 @@ class Composite:
 
 def bind(trace: TraceCtx, executor: Any, composite: Composite) -> None:
     """Record a composite as one bound symbol in the trace, and register its gradient with the executor."""
-    composite.wanted_name = composite.name
+    composite.wanted_name, composite.executor = composite.name, executor
     composite.name = symbol_name(trace, composite.name)
     if composite.explicit:
         _clear_tags(composite)
@@ -175,6 +189,11 @@ def bind(trace: TraceCtx, executor: Any, composite: Composite) -> None:
     scope = trace.peek_scope()
     assert scope is not None
     scope.append(bsym)
+
+
+def called(bsym: BoundSymbol) -> Any:
+    """What a bound symbol of hookkit's stands for: a composite, or the operator of an opaque call; else None."""
+    return bsym.sym.meta if isinstance(bsym.sym.meta, Composite) else getattr(bsym.sym.meta, "operator", None)
 
 
 def _clear_tags(composite: Composite) -> None:
