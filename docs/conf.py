@@ -1,22 +1,41 @@
 """Sphinx configuration. Nothing here is fetched from elsewhere, and a reference that leads nowhere fails the build."""
 
+import sys
+import warnings
 from importlib.metadata import version as installed_version
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent / "_ext"))
+
+warnings.filterwarnings("ignore", "transformer_engine module not found")  # thunder's, at its import
 
 project = "hookkit"
 author = "The hookkit developers"
 copyright = "The hookkit developers"
 version = release = installed_version("hookkit")
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "contract_table",
+    "plain_markdown",
+    "printed",
+    "public_names",
+]
 exclude_patterns = ["_build"]
 
 # No dollarmath: Sphinx's HTML writer shows mathematics with a script from a remote host.
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 
+python_maximum_signature_line_length = 88
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
 napoleon_numpy_docstring = False
+napoleon_use_ivar = True
 
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
@@ -26,7 +45,16 @@ nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(torch|thunder)(\..*)?"),
     (r"py:.*", r"collections\.abc\..*"),
+    (r"py:.*", r"(typing\.)?(Any|Literal|TypeVar)"),
+    (r"py:class", r"None|bool|int|str|tuple|dict|type|RuntimeError|UserWarning"),
 ]
+
+smartquotes_action = "D"  # dashes only: quotes stay what is typed
 
 html_theme = "furo"
 html_title = f"hookkit {release}"
+html_show_sphinx = False
+html_copy_source = False
+# Summaries are fetched, which a browser does not do for pages opened from disk.
+html_show_search_summary = False
+html_theme_options = {"navigation_with_keys": True}

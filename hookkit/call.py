@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodWrapperType
 from typing import Any
 
 import attrs
@@ -37,6 +38,8 @@ class Call:
         kwargs: the keyword arguments.
         needs: for each positional argument, whether it is a tensor that needs a gradient.
         source: where in the user's program the call stands, or None if that is not known.
+        unsupported: why thunder cannot do the call itself, where an operation of torch is called that it lacks, or
+            lacks in this form; None for every other call.
     """
 
     callable: Callable[..., Any]
@@ -45,11 +48,14 @@ class Call:
     kwargs: dict[str, Any]
     needs: tuple[bool, ...] = ()
     source: Source | None = None
+    unsupported: str | None = None
     _details: Details | None = attrs.field(init=False, default=None, repr=False)
     _name: str | None = attrs.field(init=False, default=None, repr=False)
 
     @classmethod
-    def pending(cls, callable_: Callable[..., Any], function: type[Any] | None, details: Details) -> Call:
+    def pending(
+        cls, callable_: Callable[..., Any], function: type[Any] | None, details: Details, unsupported: str | None
+    ) -> Call:
         """A call of which args, kwargs, needs and source are found when one of them is first asked for.
 
         Arguments that a traced program passes become inputs of the trace when they are looked at; a call that no rule
@@ -57,6 +63,7 @@ class Call:
         """
         call = cls.__new__(cls)
         call.callable, call.function, call._details, call._name = callable_, function, details, None
+        call.unsupported = unsupported
         return call
 
     def __getattr__(self, name: str) -> Any:
@@ -72,7 +79,9 @@ class Call:
     def name(self) -> str:
         """The name of what is called, as people write it."""
         if self._name is None:
-            named = self.function if self.function is not None else self.callable
+            named: Any = self.function if self.function is not None else self.callable
+            if isinstance(named, MethodWrapperType):  # torch.Tensor.mT.__get__, and other attributes
+                named = named.__self__
             self._name = str(getattr(named, "__name__", None) or type(named).__name__)
         return self._name
 

@@ -5,24 +5,26 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 
 import attrs
 import thunder
 import torch
+from thunder import clang
 from thunder.core import interpreter, jit_ext
 from thunder.core.compile_data import get_compile_data
-from thunder.core.interpreter import interpreter_needs_wrap
-from thunder.core.proxies import TensorProxy
+from thunder.core.interpreter import interpreter_needs_wrap, wrap_const
+from thunder.core.module import ThunderModule
+from thunder.core.proxies import NumberProxy, TensorProxy
 from thunder.executors.torch_autograd import ThunderFunction
 from thunder.transforms import autodiff
 
 from hookkit import compat
-from hookkit.engine import caching, connection, differentiation, gradflow, mutation
+from hookkit.engine import caching, connection, corrections, differentiation, gradflow, modules, mutation, operations
 from hookkit.engine.calls import lookaside_for, trace_program
 from hookkit.engine.iteration import iterator_lookaside
-from hookkit.engine.methods import fallback_of, method_lookup, torch_callee
+from hookkit.engine.methods import attribute_lookup, fallback_of, method_lookup, torch_callee
 from hookkit.engine.symbols import export_leaks
 from hookkit.registry import registry
 from hookkit.residuals import mark, save
@@ -127,6 +129,16 @@ def _patches() -> list[Patch]:
     patches += [
         Patch(jit_ext, "get_computation_inputs_and_intermediates", partial(_inputs_and_intermediates, stock_inputs)),
         Patch(interpreter, "_call_dispatch", partial(_dispatch, interpreter._call_dispatch)),
+        Patch(interpreter.MappingKeysView, "__len__", corrections.keys_count),
+        Patch(TensorProxy, "__eq__", partialmethod(corrections.compare, TensorProxy.__eq__)),
+        Patch(TensorProxy, "__ne__", partialmethod(corrections.compare, TensorProxy.__ne__)),
+        *(
+            Patch(NumberProxy, n, partialmethod(corrections.of_known_value, getattr(NumberProxy, n)))
+            for n in corrections.DECISIONS
+        ),
+        Patch(clang, "maybe_broadcast", partial(corrections.broadcast, clang.maybe_broadcast)),
+        Patch(ThunderModule, "set_buffer", partialmethod(modules.set_buffer, ThunderModule.set_buffer)),
+        Patch(jit_ext.JitCtx, "proxify", partialmethod(corrections.proxify, jit_ext.JitCtx.proxify)),
         Patch(thunder, "thunder_general_jit", partial(trace_program, thunder.thunder_general_jit)),
         Patch(thunder, "connect_to_autograd", partial(connection.connect, thunder.connect_to_autograd)),
         Patch(ThunderFunction, "backward", staticmethod(partial(connection.backward, ThunderFunction.backward))),
@@ -169,8 +181,9 @@ def _inputs_and_intermediates(stock: Callable[..., Any], trace: Any) -> Any:
 
 def _lookaside(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Thunder's way of finding what replaces a call, with the rules asked first."""
-    answers = {torch.is_grad_enabled: interpreter_needs_wrap(_is_grad_enabled)}
+    answers: dict[Any, Any] = {torch.is_grad_enabled: interpreter_needs_wrap(_is_grad_enabled)}
     answers[TensorProxy.requires_grad.fget] = interpreter_needs_wrap(_requires_grad)
+    answers[TensorProxy.dtype.fget] = interpreter_needs_wrap(corrections.torch_dtype)
     native = {f: interpreter_needs_wrap(f) for f in (save, mark)}
     answers.update(native)
 
@@ -181,11 +194,23 @@ def _lookaside(stock: Callable[..., Any]) -> Callable[..., Any]:
             answer = None
         if answer is not None:
             return answer
+        if operations.iterates(fn):
+            return None
+        if fn is setattr and operations.is_torch_attribute(*args[:2]):
+            return operations.assign
+        if fn is hasattr and operations.is_torch_attribute(*args[:2], value=True):
+            return lambda *_: wrap_const(True)
         if isinstance(fn, torch.fx.GraphModule):
             compat.realise_graph_module(fn)
-        found = lookaside_for(torch_callee(fn), None, args, kwargs) or method_lookup(fn, args) or fallback_of(fn)
-        found = found or iterator_lookaside(fn, args)
-        return found if found is not None else stock(fn, *args, **kwargs)
+        if (attribute := attribute_lookup(fn, args)) is not None:
+            taken = lookaside_for(attribute, None, args[:1], {}, unsupported=operations.lacking(attribute, attribute))
+            return partial(_of_tensor, taken) if taken is not None else stock(fn, *args, **kwargs)
+        callee = torch_callee(fn)
+        found = lookaside_for(callee, None, args, kwargs, unsupported=operations.lacking(fn, callee))
+        found = found or method_lookup(fn, args) or iterator_lookaside(fn, args)
+        if found is not None:
+            return found
+        return operations.or_opaque(fallback_of(fn) or stock(fn, *args, **kwargs), callee)
 
     return general_jit_lookaside
 
@@ -218,6 +243,11 @@ def _dispatch(
     return stock(compilectx, runtimectx, fn, *rest, **kwargs)
 
 
+def _of_tensor(taken: Callable[..., Any], tensor: Any, name: Any) -> Any:
+    """What is called in the place of ``TensorProxy.__getattr__``: what stands for the attribute itself."""
+    return taken(tensor)
+
+
 _function_apply = getattr(torch.autograd.Function.apply, "__func__", object())
 
 
@@ -227,5 +257,3 @@ def _is_grad_enabled() -> bool:
 
 def _requires_grad(tensor: Any) -> bool:
     return gradflow.requires_grad(jit_ext.get_jit_ctx().computation_trace, tensor)
-
-

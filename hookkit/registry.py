@@ -378,7 +378,9 @@ _PLUMBING = frozenset({"builtins", "thunder", "hookkit", "functools", "operator"
 
 def is_asked_about(callable_: Any) -> bool:
     """Whether predicates are asked about calls of a callable."""
-    if isinstance(callable_, types.WrapperDescriptorType | types.MethodDescriptorType):
+    if isinstance(callable_, types.MethodWrapperType):  # torch.Tensor.mT.__get__, and other attributes
+        callable_ = callable_.__self__
+    if isinstance(callable_, types.WrapperDescriptorType | types.MethodDescriptorType | types.GetSetDescriptorType):
         callable_ = callable_.__objclass__
     module = getattr(callable_, "__module__", None)
     if not isinstance(module, str):

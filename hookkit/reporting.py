@@ -124,7 +124,7 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
         **kwargs: example keyword arguments.
 
     Returns:
-        For each call that at least one rule could take: which rule would, which declined and why, whether traced or
+        Which rule would take each call that at least one rule could take, which declined and why, whether traced or
         opaque, and the user's file and line.
 
     Raises:
@@ -228,7 +228,7 @@ def report(jitted: Any) -> Report:
         jitted: what ``thunder.jit``, ``thunder.compile`` or ``thunder.dynamo.thunderfx`` returned, after a call.
 
     Returns:
-        For each call that a rule took: the rule, the user's file and line, traced or opaque and why, the number of
+        Each call that a rule took, with the rule, the user's file and line, traced or opaque and why, the number of
         operations in its forward and backward, the bytes it keeps for its backward, and how often it was replayed.
 
     Raises:

@@ -40,6 +40,8 @@ class Residuals:
             ``*args``.
     """
 
+    _marks: Marks
+
     def __init__(self, values: dict[str, Any]) -> None:
         self.__dict__.update(values)
         self.__dict__["_marks"] = Marks()

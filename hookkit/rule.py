@@ -186,6 +186,11 @@ class Rule:
             ) from error
 
     @property
+    def is_named(self) -> bool:
+        """Whether the name was given, and is not the provider's or the target's."""
+        return self._is_named
+
+    @property
     def opaque_callee(self) -> bool:
         """Whether the opaque form of a call runs the callee itself, and not the providers."""
         return self._opaque_callee or self.forward is None

@@ -75,3 +75,41 @@ def test_compare_finds_a_differing_loss(digits):
     parameters = {"weight": torch.ones(3)}
     (difference,) = digits.compare(digits.Run([2.0, 1.0], parameters), digits.Run([2.0, 1.1], parameters))
     assert difference == "loss differs by 0.1"
+
+
+def run_example(name: str, *arguments: str) -> str:
+    """What an example prints; it has to end well."""
+    command = [sys.executable, EXAMPLES / name, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "opaque operator" not in done.stderr  # hookkit warned
+    return done.stdout
+
+
+def test_the_transformer_agrees_with_eager_and_interprets_one_layer_of_each_shape():
+    printed = run_example("char_transformer.py", "--steps", "2")
+    assert "under thunder, and the gradients agree" in printed
+    assert "9 quantised layers, 5 of them interpreted; all traced" in printed
+
+
+def test_the_spiking_network_agrees_with_eager_and_interprets_a_neuron_once():
+    printed = run_example("spiking.py", "--steps", "2")
+    assert "20 spikes in one program, 2 of them interpreted" in printed
+
+
+COOKBOOK = {
+    "attention_by_name": r"^attention +attention_rule .* traced",
+    "fused_cross_entropy": r"^cross_entropy +fused_cross_entropy .* traced",
+    "matrix_exponential": r"^expm +expm_rule .* opaque",
+    "rfft": r"^\w+ +rfft .* opaque",
+    "ste_quantiser": r"^quantise +quantise_rule .* traced",
+}
+
+
+def test_every_recipe_of_the_cookbook_is_tested():
+    assert {path.stem for path in (EXAMPLES / "cookbook").glob("*.py")} == set(COOKBOOK)
+
+
+@pytest.mark.parametrize("name", sorted(COOKBOOK))
+def test_a_recipe_of_the_cookbook_agrees_with_eager_by_its_own_rule(name):
+    assert re.search(COOKBOOK[name], run_example(f"cookbook/{name}.py"), re.MULTILINE)

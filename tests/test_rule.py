@@ -292,3 +292,46 @@ def test_a_provider_declared_after_the_first_compilation_is_seen_by_the_next_cal
     assert torch.equal(torch.autograd.grad(jitted(x).sum(), x)[0], torch.full((3,), 2.0))
     scaled.backward(lambda saved, grad: {"x": grad * 200})
     assert torch.equal(torch.autograd.grad(jitted(x).sum(), x)[0], torch.full((3,), 200.0))
+
+
+def test_a_rule_for_a_function_that_ran_opaque_before_is_traced(x):
+    class Recorded(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return torch.from_numpy(x.detach().numpy() * 2)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 100
+
+    jitted = thunder.jit(lambda x: Recorded.apply(x))
+    with pytest.warns(hookkit.MetaWarning), pytest.warns(hookkit.OpaqueFallbackWarning):
+        jitted(x)
+    assert [c.outcome for c in hookkit.report(jitted).calls] == ["opaque"]
+    hookkit.rule(Recorded)(lambda x: x * 2)
+    jitted(x)
+    assert [c.outcome for c in hookkit.report(jitted).calls] == ["traced"]
+
+
+def test_a_provider_for_a_function_that_changes_python_state_is_opaque(x):
+    calls = []
+
+    @hookkit.rule(Scale)
+    def scaled(x):
+        calls.append(1)
+        return x * len(calls)
+
+    with pytest.warns(hookkit.OpaqueFallbackWarning, match="it changes Python state"):
+        jitted = thunder.jit(lambda x: Scale.apply(Scale.apply(x)))
+        jitted(x)
+    calls.clear()
+    assert torch.equal(jitted(x), x * 1 * 2)
+
+
+def test_the_gradient_of_an_opaque_call_that_nothing_used_is_zero_where_thunder_goes_on_computing(x):
+    squared = hookkit.rule(scale, mode="opaque")(lambda x, factor=2.0: (x.square(), hookkit.save(x=x)))
+    squared.backward(lambda saved, grad: {"x": 200 * saved.x * grad})
+    jitted = thunder.jit(lambda x: (scale(x.sin()), scale(x), x * 3))
+    _, second, third = jitted(x)
+    assert torch.equal(torch.autograd.grad(third.sum(), x, retain_graph=True)[0], torch.full((3,), 3.0))
+    torch.testing.assert_close(torch.autograd.grad(second.sum(), x)[0], 200 * x)

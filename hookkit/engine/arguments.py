@@ -56,11 +56,15 @@ class Bound:
             if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
                 rest = len(call.args) - len(names)
                 names.extend(f"{parameter.name}[{i}]" for i in range(rest))
-            elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-                if len(names) < len(call.args):
-                    names.append(parameter.name)
+            elif parameter.kind in (
+                parameter.POSITIONAL_ONLY,
+                parameter.POSITIONAL_OR_KEYWORD,
+            ) and len(names) < len(call.args):
+                names.append(parameter.name)
         by_name = {
-            k: v for k, v in bound.arguments.items() if signature.parameters[k].kind is not inspect.Parameter.VAR_KEYWORD
+            k: v
+            for k, v in bound.arguments.items()
+            if signature.parameters[k].kind is not inspect.Parameter.VAR_KEYWORD
         }
         for k, parameter in signature.parameters.items():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
@@ -123,7 +127,8 @@ class Bound:
             elif isinstance(value, tuple | list) and isinstance(gradient, tuple | list):
                 if len(value) != len(gradient):
                     raise GradientError(
-                        f"{where} returned {len(gradient)} gradients for {label}; expected {len(value)}, one for each item"
+                        f"{where} returned {len(gradient)} gradients for {label}; expected {len(value)}, one for each "
+                        "item"
                     )
                 items = [(f"{label}[{i}]", v, g) for i, (v, g) in enumerate(zip(value, gradient, strict=True))]
             else:

@@ -1,8 +1,8 @@
 """What a compiled program depends on beyond the guards of thunder's prologue.
 
 thunder guards tensors and numbers that a program reads. It does not guard the length of a list, a dtype, or which
-function or class a name stands for. For programs with calls that hookkit took over this is looked at here: the arguments
-that are no tensors, and what the Functions' code and the program's own names stand for.
+function or class a name stands for. For programs with calls that hookkit took over this is looked at here: the
+arguments that are no tensors, and what the Functions' code and the program's own names stand for.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from thunder.core.compile_data import _compile_data
 from hookkit.engine.effects import State
 from hookkit.engine.values import children, is_container
 
-__all__ = ["ARGUMENTS", "STATE", "current", "note_call", "recall", "remember", "tracing"]
+__all__ = ["ARGUMENTS", "STATE", "note_call", "recall", "remember", "tracing"]
 
 # Under these names thunder's record of what a program depends on (``cache_info``) holds them.
 ARGUMENTS = "hookkit_arguments"

@@ -17,6 +17,7 @@ from hookkit.call import Call
 from hookkit.engine import caching, gradflow, guards, opaque, records, replay
 from hookkit.engine.arguments import Bound
 from hookkit.engine.effects import Generators, State
+from hookkit.engine.modules import current_buffers
 from hookkit.engine.mutation import Retrace
 from hookkit.engine.traced import Invocation, bind_call, trace_call
 from hookkit.engine.tracing import Raised, raise_in_program, user_source
@@ -33,7 +34,12 @@ _running: ContextVar[tuple[tuple[Rule, Any], ...]] = ContextVar("hookkit_running
 
 
 def lookaside_for(
-    callee: Callable[..., Any], owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    callee: Callable[..., Any],
+    owner: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    unsupported: str | None = None,
 ) -> Callable[..., Any] | None:
     """What the interpreter calls instead of a callable, or None if no rule takes the call.
 
@@ -42,6 +48,7 @@ def lookaside_for(
         owner: the wrapped Function class, if ``callee`` is its ``apply``.
         args: wrapped positional arguments (without the owner).
         kwargs: wrapped keyword arguments.
+        unsupported: why thunder cannot do the call itself, if that is known.
     """
     function = unwrap(owner) if owner is not None else None
     if not registry.matching(callee, function):
@@ -55,7 +62,7 @@ def lookaside_for(
         uargs, ukwargs = unwrap_arguments(args, kwargs)
         return uargs, ukwargs, tuple(gradflow.requires_grad(trace, a) for a in uargs), user_source()
 
-    call = Call.pending(callee, function, details)
+    call = Call.pending(callee, function, details, unsupported)
     candidates = []
     try:
         for candidate in registry.candidates(call):
@@ -83,7 +90,7 @@ def trace_program(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """
     while True:
         try:
-            with caching.tracing(*args[:3]):
+            with caching.tracing(*args[:3]), current_buffers(args[0]):
                 return stock(*args, **kwargs)
         except Retrace as again:
             if isinstance(again.subject, Rule) and again.subject.mode == "trace":
@@ -93,9 +100,7 @@ def trace_program(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             _untraceable[again.subject] = again.reason
 
 
-def _positional(
-    owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _positional(owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of ``Function.apply`` by position, as torch passes them on.
 
     With ``setup_context`` defaults are filled in (torch/autograd/function.py, ``Function.apply``); without it keywords
@@ -215,7 +220,10 @@ def _why_opaque(invocation: Invocation) -> str | None:
 def _reachable(invocation: Invocation) -> tuple[State, State]:
     """What a call's code can reach: all of it, and what is not made by the program while it is traced."""
     given = [g for g in (invocation.owner, *invocation.args, *invocation.kwargs.values()) if g is not None]
-    providers = [] if invocation.call.function else [invocation.rule.forward, invocation.rule.backward_provider]
+    rule = invocation.rule
+    # Where the callee runs itself the providers are hookkit's own, and the Function is among what is given.
+    itself = rule.opaque_callee and invocation.call.function is not None
+    providers = [] if itself else [rule.forward, rule.backward_provider]
     outside = [g for g in given if not invocation.is_made_by_program(g)]
     everything = State.reachable_from([*map(unwrap, given), *providers])
     if len(outside) == len(given):

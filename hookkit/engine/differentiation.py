@@ -77,7 +77,10 @@ def _drop_undefined_gradients(joint: Any) -> None:
     zeros = {
         b.output.name
         for b in joint.bound_symbols
-        if b.sym.name == "zeros" and not b.subsymbols and BoundSymbolTag.BACKWARD in b.tags
+        if b.sym.name == "zeros"
+        and isinstance(b.output, TensorProxy)
+        and not b.subsymbols
+        and BoundSymbolTag.BACKWARD in b.tags
     }
     if not zeros:
         return

@@ -38,7 +38,7 @@ class NodeState(OpaqueState):
         node = self.node
         result = node.apply(*gradients)
         node.maybe_clear_saved_tensors()  # unless the graph is kept
-        return self.call.validated(node, result if isinstance(result, tuple) else (result,))  # type: ignore[no-any-return]
+        return self.call.validated(node, result if isinstance(result, tuple) else (result,))
 
     def _through_engine(self, gradients: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor | None]:
         """Let the engine decide what undefined gradients become."""
@@ -90,7 +90,9 @@ class DirectCall:
         edges = {place: edge for edge, (_, place, _) in enumerate(tensors)}
         return cls(function, args, needs, places, tensors, edges)
 
-    def operator(self, metadata: Sequence[Any], is_tuple: bool, refuse: Callable[[Any], NoReturn]) -> Callable[..., Any]:
+    def operator(
+        self, metadata: Sequence[Any], is_tuple: bool, refuse: Callable[[Any], NoReturn]
+    ) -> Callable[..., Any]:
         """What an opaque call's operator does at run time, as one closure: it is called at every step.
 
         Args:
@@ -176,8 +178,8 @@ def _fitted(node: Any, place: int, like: torch.Tensor, gradient: torch.Tensor | 
     if gradient.shape != like.shape:
         if not broadcasts_to(tuple(like.shape), tuple(gradient.shape)):
             raise RuntimeError(
-                f"Function {node.name()} returned an invalid gradient at index {place} - got {list(gradient.shape)} but "
-                f"expected shape compatible with {list(like.shape)}"
+                f"Function {node.name()} returned an invalid gradient at index {place} - got {list(gradient.shape)} "
+                f"but expected shape compatible with {list(like.shape)}"
             )
         gradient = gradient.sum_to_size(like.shape)
     if gradient.is_complex() and not like.is_complex():

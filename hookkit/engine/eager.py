@@ -1,7 +1,8 @@
 """Running a callee under PyTorch's own autograd, cut out of the graph around it.
 
-This is what an opaque call does at run time, and, on tensors without data, what its metadata is found with. The inputs enter through one autograd node, so that no storage is kept that eager would not keep,
-and gradients are taken where they reach that node; the engine itself materialises, validates and frees.
+This is what an opaque call does at run time, and, on tensors without data, what its metadata is found with. The
+inputs enter through one autograd node, so that no storage is kept that eager would not keep, and gradients are taken
+where they reach that node; the engine itself materialises, validates and frees.
 """
 
 from __future__ import annotations
@@ -22,7 +23,16 @@ from hookkit.errors import GradientError
 from hookkit.residuals import Residuals
 from hookkit.rule import Rule
 
-__all__ = ["Autocast", "EagerResult", "EagerState", "OpaqueState", "fill", "provider_callee", "run_eagerly", "split_tensors"]
+__all__ = [
+    "Autocast",
+    "EagerResult",
+    "EagerState",
+    "OpaqueState",
+    "fill",
+    "provider_callee",
+    "run_eagerly",
+    "split_tensors",
+]
 
 
 class _Entry(torch.autograd.Function):
@@ -56,6 +66,10 @@ class OpaqueState:
 
     def __init__(self) -> None:
         self.undefined: list[bool] | None = None
+
+    def backward(self, gradients: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor | None]:
+        """The gradient of each input that needs one, by the input's index; None where there is none."""
+        raise NotImplementedError
 
 
 @attrs.define(eq=False, slots=False)
@@ -133,8 +147,9 @@ class EagerResult:
 
     Attributes:
         output: the callee's output, its tensors cut out of the graph.
-        differentiable: for each tensor in the output, in order, whether it requires grad.
-        changed: the indices of tensors that the callee changed in place, and their new values.
+        differentiable: for each tensor in the output, in order, whether it requires grad; then for each that was
+            changed in place, False if it is in the output.
+        changed: the indices of tensors that the callee changed in place, in order, and their new values.
         dirty_outputs: from the place of an output to the index of the changed tensor that it is.
         state: None if nothing requires grad.
     """
@@ -172,7 +187,7 @@ def run_eagerly(
     """
     prepared = list(values)
     entered = []
-    leaves = {}
+    leaves: dict[int, torch.Tensor] = {}
     with torch.enable_grad():
         for index, needed in enumerate(needs):
             value = values[index]
@@ -191,7 +206,7 @@ def run_eagerly(
         anchor = None
         if entered:
             anchor = torch.empty((), requires_grad=True)
-            aliases = _Entry.apply(sink, anchor, *(prepared[i] for i in entered))
+            aliases = _Entry.apply(sink, anchor, *(prepared[i] for i in entered))  # type: ignore[no-untyped-call]
             for index, alias in zip(entered, aliases, strict=True):
                 prepared[index] = alias
     versions = [v._version if _has_version(v) else None for v in prepared]
@@ -199,29 +214,38 @@ def run_eagerly(
     args, kwargs = fill(arguments, prepared)
     with torch.set_grad_enabled(grad_mode), _autocast(autocasts):
         output = callee(*args, **kwargs)
-    changed = {
-        i: before[i].detach()
-        for i, version in enumerate(versions)
-        if version is not None and before[i]._version != version
-    }
+    changed = [i for i, version in enumerate(versions) if version is not None and before[i]._version != version]
     edges: list[Any] = []
     differentiable: list[bool] = []
     changed_arguments = {id(before[i]): i for i in changed}
     dirty_outputs: dict[int, int] = {}
+    given = {id(leaf) for leaf in leaves.values()}
 
     def cut(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         if id(value) in changed_arguments:
             dirty_outputs[len(differentiable)] = changed_arguments[id(value)]
-        differentiable.append(value.requires_grad)
-        if value.requires_grad:
+        # a new leaf's gradient cannot be asked for from outside
+        tracked = value.requires_grad and (value.grad_fn is not None or id(value) in given)
+        differentiable.append(tracked)
+        if tracked:
             edges.append(torch.autograd.graph.get_gradient_edge(value))
         return value.detach()
 
     output = map_leaves(cut, output)
+    count = len(differentiable)
+    returned = set(dirty_outputs.values())
+    values_now = {}
+    for index in changed:
+        if index in returned:
+            differentiable.append(False)
+            values_now[index] = before[index].detach()
+        else:
+            values_now[index] = cut(before[index])
+    dirty_outputs = {place: index for place, index in dirty_outputs.items() if place < count}
     state = EagerState(edges, sink, entered, leaves, anchor) if edges else None
-    return EagerResult(output, differentiable, changed, dirty_outputs, state)
+    return EagerResult(output, differentiable, values_now, dirty_outputs, state)
 
 
 def _has_version(value: Any) -> bool:
@@ -287,7 +311,7 @@ def provider_callee(rule: Rule, call: Call) -> Callable[..., Any]:
     def callee(*args: Any, **kwargs: Any) -> Any:
         tensors = {id(v): v for v in leaves((args, kwargs)) if isinstance(v, torch.Tensor)}
         structure: list[Any] = []
-        outputs = Providers.apply(args, kwargs, structure, *tensors.values())
+        outputs = Providers.apply(args, kwargs, structure, *tensors.values())  # type: ignore[no-untyped-call]
         return fill(structure[0], outputs)
 
     return callee

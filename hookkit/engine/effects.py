@@ -1,9 +1,9 @@
 """Python state that a call's code can reach, so that looking at a call leaves no trace in it.
 
-A Function may count its calls, append to a list, or keep a tensor on a module. thunder runs Python once, when it traces;
-eager PyTorch at every call. A call that changes such state is therefore run opaque, and what was run to find that out
-is undone. Looked at are the cells and globals of the code, the attributes of what is held there, and lists, dicts and
-sets in them.
+A Function may count its calls, append to a list, or keep a tensor on a module. thunder runs Python once, when it
+traces; eager PyTorch at every call. A call that changes such state is therefore run opaque, and what was run to find
+that out is undone. Looked at are the cells and globals of the code, the attributes of what is held there, and lists,
+dicts and sets in them.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class WritesUndone(TorchDispatchMode):
     """Afterwards every tensor that was written to, and every generator that was drawn from, is as it was before."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
 

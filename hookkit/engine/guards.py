@@ -1,7 +1,7 @@
 """The guards that interpreting a call adds to the prologue, and which of them thunder's prologue can check.
 
-A prologue reads each guarded value again, the way the program reached it (``unpack_inputs`` in thunder/core/jit_ext.py).
-Some ways it does not know; a call that depends on such a value is not traced.
+A prologue reads each guarded value again, the way the program reached it (``unpack_inputs``,
+thunder/core/jit_ext.py). Some ways it does not know; a call that depends on such a value is not traced.
 """
 
 from __future__ import annotations

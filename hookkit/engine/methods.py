@@ -7,6 +7,7 @@ In a traced program a tensor is a ``TensorProxy``, whose methods are thunder's o
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import attrs
 import torch
 from thunder.core.interpreter import interpreter_needs_wrap
-from thunder.core.langctxs import resolve_method
+from thunder.core.langctxs import Languages, resolve_language, resolve_method
 from thunder.core.proxies import TensorProxy
 
 from hookkit.engine import records
@@ -22,7 +23,7 @@ from hookkit.engine.tracing import raise_in_program
 from hookkit.errors import HookError
 from hookkit.registry import registry
 
-__all__ = ["TensorMethod", "fallback_of", "method_lookup", "torch_callee"]
+__all__ = ["TensorMethod", "attribute_lookup", "fallback_of", "is_attribute", "method_lookup", "torch_callee"]
 
 _TORCH_METHODS = {
     function: getattr(torch.Tensor, name)
@@ -36,6 +37,11 @@ class TensorMethod:
     """What the program gets when it looks up a method of a tensor about which a rule wants to be asked."""
 
     name: str
+
+    @property
+    def is_known(self) -> bool:
+        """Whether thunder has the method."""
+        return bool(resolve_language(Languages.TORCH).has_method(self.name))
 
     def __call__(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         """What thunder does without a rule."""
@@ -64,6 +70,25 @@ def method_lookup(function: Any, args: tuple[Any, ...]) -> Callable[..., Any] | 
     if not callable(method) or not registry.matching(method, None):
         return None
     return interpreter_needs_wrap(_bound_method)  # type: ignore[no-any-return]
+
+
+def is_attribute(callee: Any) -> bool:
+    """Whether a callable is how torch names an attribute of tensors: ``torch.Tensor.mT.__get__``."""
+    return (
+        isinstance(callee, types.MethodWrapperType)
+        and isinstance(callee.__self__, types.GetSetDescriptorType)
+        and callee.__self__.__objclass__ in torch.Tensor.__mro__
+    )
+
+
+def attribute_lookup(function: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
+    """How torch names the attribute of a tensor that ``TensorProxy.__getattr__`` is asked for, if thunder lacks it."""
+    if function is not TensorProxy.__getattr__:
+        return None
+    attribute = inspect.getattr_static(torch.Tensor, args[1].value, None)
+    if not isinstance(attribute, types.GetSetDescriptorType) or TensorMethod(args[1].value).is_known:
+        return None
+    return attribute.__get__
 
 
 def _bound_method(tensor: Any, name: str) -> Any:

@@ -52,9 +52,10 @@ def check(trace: Any) -> None:
                     raise Retrace(call.subject, f"{bsym.sym.name} changes a tensor that its backward needs, in place")
                 if name in views:
                     raise HookError(
-                        f"{bsym.sym.name} changes the result of {views[name]} in place, which shares memory with an "
-                        "argument of the call; eager PyTorch refuses that for views made in a custom Function "
-                        f"({bsym.source_filename}). Clone the result first."
+                        f"{bsym.sym.name} changes in place what the result of {views[name]} shares with an argument of "
+                        "the call, which a compiled program cannot follow, and "
+                        "eager PyTorch refuses for views made in a "
+                        f"custom Function ({bsym.source_filename}). Clone the result first."
                     )
         _note_sharing(sharing, bsym)
         call = bsym.sym.meta
@@ -128,7 +129,8 @@ def _note_sharing(sharing: _Sharing, bsym: Any) -> None:
 
 def _may_view(bsym: Any) -> bool:
     symbols = (ltorch._syms_returning_views, ltorch._syms_that_may_return_views)
-    return any(bsym.sym in s for s in symbols) or bsym.sym.name in ("detach", "shallow_copy")
+    named = bsym.sym.name in ("detach", "shallow_copy")
+    return named or any(bsym.sym in s for s in symbols) or bool(getattr(bsym.sym.meta, "views", ()))
 
 
 def views_of_arguments(forward: Any, outputs: Any) -> frozenset[str]:

@@ -16,12 +16,12 @@ import attrs
 import torch
 from thunder.core import dtypes, prims
 from thunder.core.compile_data import get_compile_data
-from thunder.core.devices import to_device, to_torch_device
+from thunder.core.devices import Device, to_device, to_torch_device
 from thunder.core.jit_ext import get_jit_ctx
-from thunder.core.proxies import AnyProxy, NumberProxy, Proxy, TensorProxy
+from thunder.core.proxies import AnyProxy, NumberProxy, Proxy, ProxyTag, TensorProxy
 from thunder.core.trace import tracectx
 from thunder.extend import ImplInfo
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from hookkit.engine import gradflow
@@ -36,7 +36,8 @@ from hookkit.engine.values import PLAIN, Slot, is_differentiable_dtype, leaves, 
 from hookkit.errors import MetaError, MetaWarning, OpaqueFallbackWarning, UntraceableError
 from hookkit.residuals import Residuals
 
-__all__ = ["OpaqueCall", "fall_back", "opaque_call"]
+__all__ = ["OpaqueCall", "fall_back", "opaque_call", "record_constant"]
+
 
 @attrs.frozen
 class TensorMetadata:
@@ -58,6 +59,11 @@ class TensorMetadata:
         """A tensor of zeros with this metadata."""
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
+    @classmethod
+    def of_proxy(cls, proxy: TensorProxy) -> TensorMetadata:
+        """The metadata of a proxy."""
+        return cls(tuple(proxy.shape), dtypes.to_torch_dtype(proxy.dtype), to_torch_device(proxy.device))
+
     def proxy(self, requires_grad: bool) -> TensorProxy:
         """A new proxy with this metadata."""
         return TensorProxy(
@@ -75,10 +81,11 @@ class Expected:
     Attributes:
         structure: the output with a slot for each tensor.
         tensors: the metadata of each tensor.
-        differentiable: for each tensor whether it requires grad.
+        differentiable: for each tensor whether it requires grad, then the same for each argument that is changed.
         changed: the indices of arguments that are changed in place.
         dirty_outputs: from the place of an output to the index of the changed argument that it is.
         gradients: the indices of arguments that get a gradient.
+        views: the places of outputs that share memory with an argument that is not changed.
         saved_bytes: how much PyTorch keeps for the backward; None if that is not known.
     """
 
@@ -88,6 +95,7 @@ class Expected:
     changed: list[int]
     dirty_outputs: dict[int, int]
     gradients: list[int]
+    views: list[int] = attrs.field(factory=list)
     direct: bool = False
     saved_bytes: int | None = None
     is_tuple: bool = False
@@ -143,6 +151,15 @@ class OpaqueCall:
         assert self.expected is not None
         return any(self.expected.differentiable)
 
+    @property
+    def returns_state(self) -> bool:
+        """Whether the operator returns its state: for the backward, or because it returns nothing else.
+
+        thunder drops a symbol without outputs: ``remove_duplicate_number_proxies`` in thunder/core/transform_common.py.
+        """
+        assert self.expected is not None
+        return self.has_backward or not (self.expected.tensors or self.expected.changed)
+
     def operator(self) -> Callable[..., Any]:
         """What the operator does at run time."""
         assert self.expected is not None
@@ -157,12 +174,14 @@ class OpaqueCall:
         tensors, structure = split_tensors(result.output)
         self._check(tensors, structure, result)
         outputs = [*tensors, *(result.changed[i] for i in self.expected.changed)]
-        return (*outputs, result.state) if self.has_backward else tuple(outputs)
+        return (*outputs, result.state) if self.returns_state else tuple(outputs)
 
     def _refuse(self, output: Any) -> NoReturn:
         tensors, structure = split_tensors(output)
         self._check(tensors, structure, EagerResult(structure, [t.requires_grad for t in tensors], {}, {}, None))
-        raise MetaError(f"{self.description} returned a tensor that does not require grad, although its metadata said so")
+        raise MetaError(
+            f"{self.description} returned a tensor that does not require grad, although its metadata said so"
+        )
 
     def backward(self, state: OpaqueState | None, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """What the backward operator does at run time."""
@@ -222,7 +241,7 @@ def _same_structure(a: Any, b: Any) -> bool:
         return list(a) == list(b) and all(_same_structure(a[k], b[k]) for k in a)
     if isinstance(a, tuple | list):
         return len(a) == len(b) and all(map(_same_structure, a, b))
-    if isinstance(a, PLAIN) or isinstance(a, Slot):
+    if isinstance(a, (*PLAIN, Slot)):
         return bool(a == b or (a != a and b != b))
     if attrs.has(type(a)) or hasattr(type(a), "__dataclass_fields__"):
         return _same_structure(dict(vars(a)), dict(vars(b))) if hasattr(a, "__dict__") else bool(a == b)
@@ -249,23 +268,56 @@ def opaque_call(invocation: Invocation, pending: BaseException | None) -> Any:
     operator.expected = expected = _find_metadata(invocation, operator, slots, pending)
     if not expected.direct:
         operator.direct = None
-    name = symbol_name(trace, invocation.call.name if invocation.call.function is not None else invocation.rule.name)
+    name = symbol_name(trace, invocation.name)
 
     def meta(*_: Any) -> tuple[Any, ...]:
-        outputs: list[Any] = [t.proxy(d) for t, d in zip(expected.tensors, expected.differentiable, strict=True)]
-        outputs += [TensorProxy(like=slots[i], requires_grad=False) for i in expected.changed]
-        return (*outputs, AnyProxy(None, prefix="state")) if operator.has_backward else tuple(outputs)
+        tensors = [*expected.tensors, *(TensorMetadata.of_proxy(slots[i]) for i in expected.changed)]
+        outputs: list[Any] = [t.proxy(d) for t, d in zip(tensors, expected.differentiable, strict=True)]
+        if operator.returns_state:
+            outputs.append(AnyProxy(None, prefix="state"))
+        if not operator.has_backward:
+            for output in outputs:
+                output.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
+        return tuple(outputs)
 
     meta.operator = operator  # type: ignore[attr-defined]
-    symbol = make_symbol(jit.ad_hoc_executor, name, meta, operator.operator(), kind=gradflow.CALL, is_prim=True, keep=True)
-    transform = (
-        _gradient_transform(jit.ad_hoc_executor, symbol, name, operator, slots) if operator.has_backward else None
+    symbol = make_symbol(
+        jit.ad_hoc_executor, name, meta, operator.operator(), kind=gradflow.CALL, is_prim=True, keep=True
     )
+    transform = symbol
+    if operator.has_backward:
+        transform = _gradient_transform(jit.ad_hoc_executor, symbol, name, operator, slots)
     jit.ad_hoc_executor._implmap[symbol.id] = ImplInfo(symbol=symbol, grad_transform=transform)
     with tracectx(trace):
         results = symbol(*slots)
+    meta.views = frozenset(results[i].name for i in expected.views)  # type: ignore[attr-defined]  # mutation.check asks
     returned = fill(expected.structure, _write_back(invocation, slots, expected, list(results)))
     return wrap_result(returned, invocation.owner, *invocation.args)
+
+
+def record_constant(tensor: torch.Tensor) -> TensorProxy:
+    """Record a tensor that no input of the program leads to (the default of a parameter, say) as an operator.
+
+    It stands before whatever is being recorded, so that everything can use it.
+    """
+    jit = get_jit_ctx()
+    trace = jit.computation_trace
+    metadata = TensorMetadata.of(tensor)
+    symbol = make_symbol(
+        jit.ad_hoc_executor,
+        symbol_name(trace, "constant"),
+        lambda: metadata.proxy(False),
+        lambda: tensor,
+        kind=gradflow.CALL,
+        is_prim=True,
+    )
+    jit.ad_hoc_executor._implmap[symbol.id] = ImplInfo(symbol=symbol, grad_transform=symbol)
+    with tracectx(trace):
+        trace.push_scope(trace.scopes[0])
+        try:
+            return symbol()
+        finally:
+            trace.pop_scope()
 
 
 def fall_back(invocation: Invocation, error: BaseException, memory: Any) -> Any:
@@ -308,6 +360,10 @@ def _operator(invocation: Invocation) -> tuple[OpaqueCall, list[Proxy]]:
     places: dict[str, Slot] = {}
 
     def place(value: Any) -> Any:
+        if isinstance(value, dtypes.dtype):
+            return dtypes.to_torch_dtype(value)
+        if isinstance(value, Device):
+            return to_torch_device(value)
         if not isinstance(value, Proxy):
             _refuse_hidden_proxies(invocation, value)
             return value
@@ -329,7 +385,7 @@ def _operator(invocation: Invocation) -> tuple[OpaqueCall, list[Proxy]]:
 
 
 def _torch_dtype(dtype: Any) -> torch.dtype:
-    return dtype if isinstance(dtype, torch.dtype) else dtypes.to_torch_dtype(dtype)  # type: ignore[no-any-return]
+    return dtype if isinstance(dtype, torch.dtype) else dtypes.to_torch_dtype(dtype)
 
 
 def _refuse_hidden_proxies(invocation: Invocation, value: Any) -> None:
@@ -362,19 +418,12 @@ def _gradient_transform(
 ) -> Callable[..., Any]:
     expected = operator.expected
     assert expected is not None
-    operator.inputs = {
-        i: TensorMetadata(
-            tuple(slots[i].shape), dtypes.to_torch_dtype(slots[i].dtype), to_torch_device(slots[i].device)
-        )
-        for i in expected.gradients
-    }
+    operator.inputs = {i: TensorMetadata.of_proxy(slots[i]) for i in expected.gradients}
 
     def transform(*args: Any) -> Any:
         results = symbol(*args)
         *outputs, state = results
-        gradients = [
-            prims.get_grad(o) for o, d in zip(outputs[: len(expected.tensors)], expected.differentiable, strict=True) if d
-        ]
+        gradients = [prims.get_grad(o) for o, d in zip(outputs, expected.differentiable, strict=True) if d]
 
         def meta(*_: Any) -> tuple[TensorProxy, ...]:
             return tuple(TensorProxy(like=args[i], requires_grad=False) for i in expected.gradients)
@@ -396,6 +445,12 @@ def _write_back(invocation: Invocation, slots: list[Proxy], expected: Expected, 
 
     count = len(expected.tensors)
     returned = results[:count]
+    for place, index in expected.dirty_outputs.items():
+        if tuple(returned[place].shape) != tuple(slots[index].shape):
+            raise MetaError(
+                f"{invocation.call} changes the shape of its argument in place, which a compiled program cannot; use "
+                "the operation that returns a new tensor"
+            )
     with tracectx(get_jit_ctx().computation_trace):
         for index, new in zip(expected.changed, results[count : count + len(expected.changed)], strict=True):
             same = [i for i in range(count) if expected.dirty_outputs.get(i) == index]
@@ -415,21 +470,22 @@ def _find_metadata(
         return _from_meta_function(invocation, operator, slots, provider)
     with _no_side_effects(invocation) as writes_undone:
         try:
-            with FakeTensorMode(allow_non_fake_inputs=True), _RefuseMemory(), writes_undone:
+            watch = _Watch(refuse_memory=invocation.call.unsupported is None)
+            with FakeTensorMode(allow_non_fake_inputs=True), watch, writes_undone:
                 return _probe(operator, [_example(p, None) for p in slots])
-        except DynamicOutputShapeException as error:
-            raise MetaError(
-                f"{invocation.call}: the shape of its result is data-dependent ({error}); thunder needs it before the "
-                "program runs. Declare a meta function with a bound, or leave the call outside the compiled program."
-            ) from error
         except Exception as error:
             without_data = error
         if _is_same(without_data, pending):
             raise Raised(without_data, interpreted=False)
+        if invocation.call.unsupported is not None:
+            # What an operation of torch does not tell without data depends on the data.
+            raise MetaError(
+                f"{invocation.call} cannot be part of a compiled program: {invocation.call.unsupported}; and its "
+                f"result is not known before the program runs ({type(without_data).__name__}: {without_data})"
+            ) from without_data
         try:
             with writes_undone:
-                first = _probe(operator, [_example(p, 0) for p in slots])
-                second = _probe(operator, [_example(p, 1) for p in slots])
+                first, second = _on_examples(invocation, operator, slots)
         except Exception as error:
             if _is_same(error, pending) or _is_same(error, without_data):
                 raise Raised(error, interpreted=False) from None
@@ -440,8 +496,9 @@ def _find_metadata(
             ) from error
     if first.tensors != second.tensors or not _same_structure(first.structure, second.structure):
         raise MetaError(
-            f"{invocation.call}: its result is data-dependent: {first.tensors} for one set of values, {second.tensors} "
-            "for another; leave the call outside the compiled program, or declare a meta function with a bound"
+            f"{invocation.call}: the shape of its result is data-dependent: {first.tensors} for one set of values, "
+            f"{second.tensors} for another; thunder needs it before the program runs. Declare a meta function with a "
+            "bound, or leave the call outside the compiled program."
         )
     warnings.warn(
         f"the metadata of {invocation.call} was found by running it on example values, because without data it raised "
@@ -451,6 +508,33 @@ def _find_metadata(
         stacklevel=2,
     )
     return first
+
+
+def _on_examples(invocation: Invocation, operator: OpaqueCall, slots: list[Proxy]) -> tuple[Expected, Expected]:
+    """Run a call on two sets of values.
+
+    Where those are outside its domain, on the program's own as far as they are known, then with positive definite
+    matrices for the others.
+    """
+    wrapped = (*invocation.args, *invocation.kwargs.values())
+    own = {w.value.name: w.original_value for w in wrapped if isinstance(w.value, TensorProxy)}
+    own = {name: value.detach() for name, value in own.items() if isinstance(value, torch.Tensor)}
+
+    def probe(seed: int, known: dict[str, torch.Tensor], *, definite: bool = False) -> Expected:
+        def value(proxy: Proxy) -> Any:
+            return known[proxy.name].clone() if proxy.name in known else _example(proxy, seed, definite=definite)
+
+        with _Watch():
+            return _probe(operator, [value(p) for p in slots])
+
+    first_error = None
+    for known, definite in (({}, False), (own, False), (own, True)):
+        try:
+            return probe(0, known, definite=definite), probe(1, known, definite=definite)
+        except Exception as error:
+            first_error = first_error or error
+    assert first_error is not None
+    raise first_error
 
 
 def _is_same(error: BaseException, other: BaseException | None) -> bool:
@@ -473,7 +557,8 @@ def _probe(operator: OpaqueCall, values: list[Any]) -> Expected:
         differentiable=list(result.differentiable),
         changed=sorted(result.changed),
         dirty_outputs=result.dirty_outputs,
-        gradients=_probe_gradients(operator, result, tensors),
+        gradients=_probe_gradients(operator, result, [*tensors, *result.changed.values()]),
+        views=[i for i in _sharing(tensors, values) if i not in result.dirty_outputs],
         saved_bytes=saved_bytes,
         direct=direct,
         is_tuple=isinstance(structure, tuple),
@@ -489,6 +574,12 @@ def _can_go_directly(operator: OpaqueCall, result: EagerResult, structure: Any, 
     node = result.state.edges[0].node
     owned = isinstance(node, torch.autograd.function.BackwardCFunction)
     return owned and all(e.node is node for e in result.state.edges) and operator.direct.keeps_its_inputs(node, values)
+
+
+def _sharing(tensors: list[torch.Tensor], values: list[Any]) -> list[int]:
+    """The places of outputs that share memory with a value."""
+    given = [v for v in values if isinstance(v, torch.Tensor)]
+    return [i for i, t in enumerate(tensors) if any(torch._C._is_alias_of(t, v) for v in given)]  # type: ignore[attr-defined]
 
 
 def _probe_gradients(operator: OpaqueCall, result: EagerResult, tensors: list[torch.Tensor]) -> list[int]:
@@ -528,8 +619,11 @@ def _from_meta_function(
     )
 
 
-def _example(proxy: Proxy, seed: int | None) -> Any:
-    """A value with a proxy's metadata: without data, or with values inside the usual domains."""
+def _example(proxy: Proxy, seed: int | None, *, definite: bool = False) -> Any:
+    """A value with a proxy's metadata: without data, or with values inside the usual domains.
+
+    With ``definite`` square matrices are symmetric and positive definite.
+    """
     if isinstance(proxy, NumberProxy):
         return proxy.value
     if isinstance(proxy, AnyProxy):
@@ -543,21 +637,42 @@ def _example(proxy: Proxy, seed: int | None) -> Any:
     generator = torch.Generator().manual_seed(seed)
     if dtype.is_floating_point or dtype.is_complex:
         values = torch.rand(shape, generator=generator, dtype=torch.float64) * 0.5 + 0.25
+        if definite and len(shape) > 1 and shape[-1] == shape[-2]:
+            values = values + values.mT + 2 * shape[-1] * torch.eye(shape[-1])
         return values.to(dtype=dtype, device=device)
     if dtype is torch.bool:
         return (torch.rand(shape, generator=generator) < 0.5).to(device)
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
-class _RefuseMemory(TorchFunctionMode):
-    """Refuse the address of a tensor that has no data: C code would read through it."""
+class _Watch(TorchFunctionMode):
+    """While a call is tried out: no address of a tensor that has no data, and no gradients left on parameters.
 
-    _REFUSED = frozenset({torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.__dlpack__})
+    C code would read through such an address. A backward that calls ``torch.autograd.backward`` itself accumulates into
+    the parameters of the modules that it was given.
+    """
+
+    _ADDRESSES = frozenset({torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.__dlpack__})
+
+    def __init__(self, refuse_memory: bool = False) -> None:
+        super().__init__()
+        self._refused = self._ADDRESSES if refuse_memory else frozenset()
+        self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in self._REFUSED:
+        if function in self._refused:
             raise NotImplementedError(f"a tensor without data has no {function.__name__}")
+        for value in (*args, *(kwargs or {}).values()):
+            if isinstance(value, torch.nn.Parameter) and id(value) not in self._gradients:
+                with torch._C.DisableTorchFunction():
+                    self._gradients[id(value)] = value, value.grad
+                    value.grad = None
         return function(*args, **(kwargs or {}))
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for parameter, gradient in self._gradients.values():
+            parameter.grad = gradient
 
 
 @contextlib.contextmanager

@@ -16,7 +16,15 @@ from hookkit.call import Call, Source
 from hookkit.registry import Candidate
 from hookkit.rule import Rule
 
-__all__ = ["CallRecord", "Tracing", "all_candidates_wanted", "inside_a_call", "note", "tracings_of", "want_all_candidates"]
+__all__ = [
+    "CallRecord",
+    "Tracing",
+    "all_candidates_wanted",
+    "inside_a_call",
+    "note",
+    "tracings_of",
+    "want_all_candidates",
+]
 
 
 @attrs.define(eq=False)

@@ -49,8 +49,8 @@ class Specialisation:
 _known: weakref.WeakKeyDictionary[TraceCtx, dict[Any, Specialisation]] = weakref.WeakKeyDictionary()
 
 
-def key_of(invocation: Invocation) -> tuple[Any, ...] | None:
-    """What a call has in common with those that it can be replayed for; None if it cannot be told."""
+def key_of(invocation: Invocation) -> tuple[Any, ...]:
+    """What a call has in common with those that it can be replayed for."""
     trace = get_jit_ctx().computation_trace
     places: dict[str, int] = {}
 
@@ -94,7 +94,7 @@ def remember(
     trace: TraceCtx, key: tuple[Any, ...], invocation: Invocation, composite: Composite, returned: Any, state: State
 ) -> None:
     """Keep an interpreted call, if another like it may be replayed."""
-    if not composite.explicit or not all(isinstance(v, Proxy) or isinstance(v, PLAIN) for v in leaves(returned)):
+    if not composite.explicit or not all(isinstance(v, (Proxy, *PLAIN)) for v in leaves(returned)):
         return
     if any(isinstance(v, Proxy) and v.name not in {o.name for o in composite.outputs} for v in leaves(returned)):
         return
@@ -107,9 +107,7 @@ def remember(
         placeholders: list[Proxy] = [fresh(a) for a in arguments]
         env.update({variableify(a): p for a, p in zip(arguments, placeholders, strict=True)})
         pattern, returned = _copy(composite, returned, env)
-    _known.setdefault(trace, {})[key] = Specialisation(
-        placeholders, pattern, returned, state, _constants(invocation)
-    )
+    _known.setdefault(trace, {})[key] = Specialisation(placeholders, pattern, returned, state, _constants(invocation))
 
 
 def _constants(invocation: Invocation) -> list[Any]:

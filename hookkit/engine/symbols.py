@@ -16,8 +16,8 @@ from typing import Any
 
 import attrs
 import thunder
-from thunder.core.jit_ext import get_jit_ctx
 from thunder.core import prims
+from thunder.core.jit_ext import get_jit_ctx
 from thunder.core.proxies import Proxy, ProxyTag, TensorProxy, variableify
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, get_tracectx, tracectx
@@ -278,6 +278,12 @@ def _export(bsym: BoundSymbol, proxy: Proxy) -> None:
     composite.outputs = (*composite.outputs, proxy)
     composite.output_gradients = (*composite.output_gradients, None)
     bsym.output = composite.outputs
-    for cached in ("flat_outs_and_spec", "flat_outs", "flat_proxy_outs", "flat_variableified_proxy_outs", "_var_output"):
+    for cached in (
+        "flat_outs_and_spec",
+        "flat_outs",
+        "flat_proxy_outs",
+        "flat_variableified_proxy_outs",
+        "_var_output",
+    ):
         bsym.__dict__.pop(cached, None)
     bsym.__dict__.pop("_hash", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import attrs
@@ -63,9 +64,15 @@ class Invocation:
     grad_mode: bool
 
     @property
+    def name(self) -> str:
+        """What the call's symbol is called: after the Function, the rule, or what a predicate was asked about."""
+        by_rule = self.call.function is None and (self.rule.forward is not None or self.rule.is_named)
+        return self.rule.name if by_rule else self.call.name
+
+    @property
     def subject(self) -> Any:
-        """What is remembered if the call cannot be traced: the Function, or the rule."""
-        return self.call.function or self.rule
+        """What is remembered if the call cannot be traced: the rule, or the Function that runs itself under it."""
+        return self.call.function if self.call.function is not None and self.rule.opaque_callee else self.rule
 
     @staticmethod
     def is_made_by_program(value: Any) -> bool:
@@ -125,6 +132,7 @@ def trace_call(invocation: Invocation, before: State) -> tuple[Composite, Any]:
     inner_mode = invocation.grad_mode and not differentiate
     with Attempt(grad_mode=inner_mode):
         with Attempt(grad_mode=inner_mode) as forward:
+            assert rule.forward is not None
             wrapped = forward.run(rule.forward, *invocation.provider_arguments(), **invocation.kwargs)
         if any(not invocation.is_made_by_program(modified) for modified, _ in forward.written()):
             raise UntraceableError("it sets attributes of an object from outside, which a trace does not repeat")
@@ -145,7 +153,9 @@ def trace_call(invocation: Invocation, before: State) -> tuple[Composite, Any]:
         if changed:
             raise UntraceableError(f"it changes Python state ({', '.join(changed)}), which a trace does not repeat")
         if generators.drawn_from():
-            raise UntraceableError("it draws random numbers outside of PyTorch's operations, which a trace would repeat")
+            raise UntraceableError(
+                "it draws random numbers outside of PyTorch's operations, which a trace would repeat"
+            )
     return result
 
 
@@ -202,13 +212,12 @@ def _with_backward(
 ) -> tuple[Composite, Any]:
     """A composite with the gradient that the backward provider gives."""
     trace = get_jit_ctx().computation_trace
-    rule = invocation.rule
     inputs = invocation.differentiable_inputs() if invocation.grad_mode else []
     forward_symbols, last_values = functionalise(trace, forward.bound_symbols)
     forward_symbols = list(forward_symbols)
     outputs, returned, own = _own_outputs(invocation, output, residuals, bool(inputs), forward_symbols, last_values)
     composite = Composite(
-        name=rule.name if invocation.call.function is None else invocation.call.name,
+        name=invocation.name,
         inputs=(),
         outputs=tuple(outputs),
         forward=forward_symbols,
@@ -318,10 +327,11 @@ def _output_gradients(
         items = tuple(None if is_container(item) else item for item in items)
     # torch gives the gradient of a tensor that is returned twice to the last place; the others are not used
     last = {v.name: place for place, item in enumerate(items) for v in leaves(item) if isinstance(v, TensorProxy)}
-    arguments = [
-        map_leaves(lambda v, place=place: gradient(v, last.get(getattr(v, "name", None)) == place), item)
-        for place, item in enumerate(items)
-    ]
+
+    def at_place(place: int, value: Any) -> Any:
+        return gradient(value, last.get(getattr(value, "name", None)) == place)
+
+    arguments = [map_leaves(partial(at_place, place), item) for place, item in enumerate(items)]
     return arguments, tuple(by_name.get(o.name) for o in outputs)
 
 
@@ -332,7 +342,7 @@ class _Zeros:
     like: TensorProxy
 
     def make(self) -> TensorProxy:
-        return clang.full(self.like.shape, 0, device=self.like.device, dtype=self.like.dtype)  # type: ignore[no-any-return]
+        return clang.full(self.like.shape, 0, device=self.like.device, dtype=self.like.dtype)
 
 
 def _run_backward(
@@ -350,9 +360,12 @@ def _run_backward(
         wrapped_arguments = [wrap(a, provenance=origin) for a in made]
         leading = (invocation.wrapped_call(),) if rule.pass_call else ()
         kept = State.reachable_from(_held(unwrap(wrapped_residuals)))
+        assert rule.backward_provider is not None
         result = unwrap(backward.run(rule.backward_provider, *leading, wrapped_residuals, *wrapped_arguments))
         if kept.overwritten() or any(value is not None for _, value in backward.written()):
-            raise UntraceableError("its backward changes what the forward kept for it: a second backward would see that")
+            raise UntraceableError(
+                "its backward changes what the forward kept for it: a second backward would see that"
+            )
         pairs = invocation.bound.pair_gradients(rule, result)
         with tracectx(trace):
             gradients = _accumulate(invocation, pairs, {i.name for i in inputs})
@@ -362,7 +375,9 @@ def _run_backward(
             new.update(p.name for p in proxies_in(made))
             gradients = {n: g if g.name in new else ltorch.clone(g) for n, g in gradients.items()}
     if backward.enters_autocast and rule.opaque_callee:
-        raise UntraceableError("its backward switches autocast, under which thunder casts fewer operations than PyTorch")
+        raise UntraceableError(
+            "its backward switches autocast, under which thunder casts fewer operations than PyTorch"
+        )
     symbols, last_values = functionalise(trace, backward.bound_symbols)
     return list(symbols), {n: last_values.get(variableify(g), g) for n, g in gradients.items()}
 
@@ -416,7 +431,7 @@ def _fit(invocation: Invocation, label: str, tensor: TensorProxy, gradient: Any)
         if dtypes.is_complex_dtype(gradient.dtype) and not dtypes.is_complex_dtype(tensor.dtype):
             gradient = ltorch.real(gradient)
         gradient = clang.maybe_convert_to_dtype(gradient, tensor.dtype)
-    return gradient  # type: ignore[no-any-return]
+    return gradient
 
 
 def _free(bsyms: Sequence[Any], known: set[str] = frozenset()) -> list[Proxy]:  # type: ignore[assignment]

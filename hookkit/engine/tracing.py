@@ -77,9 +77,9 @@ class Attempt:
         except Exception as error:
             raise Raised(error, interpreted=False) from error
         if result is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
-            error = self._runtime.curexc
+            raised = self._runtime.curexc
             self._runtime.curexc = None
-            raise Raised(error, interpreted=True)
+            raise Raised(raised, interpreted=True)
         return result
 
     def written(self) -> list[tuple[Any, Any]]:

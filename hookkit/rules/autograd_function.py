@@ -51,7 +51,7 @@ class Context:
 @hookkit.rule(Function, pass_call=True, track="positional", opaque_callee=True, priority=-100)
 def autograd_function(call: hookkit.Call, *args: Any) -> Any:
     """Run the class's forward with a traced ctx."""
-    function = call.function
+    function: Any = call.function
     ctx = Context(call.needs)
     if function.setup_context is Function.setup_context:
         output = function.forward(ctx, *args)
@@ -70,7 +70,7 @@ def autograd_function(call: hookkit.Call, *args: Any) -> Any:
 
 @autograd_function.backward
 def _(call: hookkit.Call, saved: Any, *grads: Any) -> Any:
-    function = call.function
+    function: Any = call.function
     backward = function.backward
     if function.vjp is not Function.vjp:
         if backward is not Function.backward:

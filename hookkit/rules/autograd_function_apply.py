@@ -63,8 +63,9 @@ def takes_ctx(keywords: dict[str, Any]) -> bool:
     old, new = "args_tensor_mask" in keywords, "saved_for_backward_idx" in keywords
     if old and (new or "dirty_idx" in keywords):
         raise hookkit.HookError(
-            "autograd_function_apply got args_tensor_mask, which belongs to the form in which fwd and bwd take a ctx, and "
-            "saved_for_backward_idx or dirty_idx, which belong to the form without one; give the keywords of one form"
+            "autograd_function_apply got args_tensor_mask, which belongs to the form in which fwd and bwd take a ctx, "
+            "and saved_for_backward_idx or dirty_idx, which belong to the form without one; give the keywords of one "
+            "form"
         )
     if not old and not new:
         raise hookkit.HookError(

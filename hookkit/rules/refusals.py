@@ -11,7 +11,7 @@ import torch
 
 import hookkit
 
-__all__ = ["autograd_inside"]
+__all__ = ["autograd_inside", "grad_fn"]
 
 FUNCTIONS = [torch.autograd.grad, torch.autograd.backward, torch.vmap]
 FUNCTIONS += [
@@ -27,4 +27,16 @@ def autograd_inside(call: hookkit.Call, *args: Any, **kwargs: Any) -> NoReturn:
     raise hookkit.HookError(
         f"{call} is not supported inside a program compiled by thunder: there is no autograd graph while it is traced. "
         "Call it outside the compiled program, or inside a torch.autograd.Function, which then runs as one operator."
+    )
+
+
+GRAD_FN: Any = torch.Tensor.grad_fn
+
+
+@hookkit.rule(GRAD_FN.__get__, mode="trace", pass_call=True, priority=-100)
+def grad_fn(call: hookkit.Call, *args: Any) -> NoReturn:
+    """Refuse to look at the autograd graph."""
+    raise hookkit.HookError(
+        f"grad_fn of a tensor is not supported inside a program compiled by thunder (at {call.source}): there is no "
+        "autograd graph while it is traced. Ask for requires_grad instead."
     )

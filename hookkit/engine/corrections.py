@@ -1,0 +1,91 @@
+"""What hookkit corrects in thunder besides calls: values that it gets wrong, and refuses where it would be silent.
+
+Each stands in the place of one function of thunder's (``hookkit/plugin.py`` puts it there) and says what is wrong with
+that one; when thunder has mended it, it can go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from numbers import Number
+from typing import Any
+
+import torch
+from thunder.core.devices import cpu
+from thunder.core.dtypes import to_torch_dtype
+from thunder.core.interpreter import PseudoInst
+from thunder.core.proxies import NumberProxy, TensorProxy
+
+from hookkit.engine.opaque import record_constant
+
+__all__ = ["DECISIONS", "broadcast", "compare", "keys_count", "of_known_value", "proxify", "torch_dtype"]
+
+
+def torch_dtype(tensor: Any) -> torch.dtype:
+    """As torch names it: thunder's own dtypes are not equal to torch's."""
+    return to_torch_dtype(tensor.dtype)  # type: ignore[no-any-return]
+
+
+def proxify(context: Any, stock: Callable[..., Any], value: Any) -> Any:
+    """Have tensors in a wrapped value replaced by proxies.
+
+    thunder (``JitCtx.proxify`` in thunder/core/jit_ext.py) makes a named tuple as if it took one sequence, and cannot
+    unpack a tensor that is a constant of the program.
+    """
+    held = value.value
+    if value.original_value is not value.nothing:
+        return stock(context, value)
+    if isinstance(held, torch.Tensor) and _is_constant(value.provenance) and not held.requires_grad:
+        value.register_proxy(record_constant(held))
+        return value.value
+    if not (isinstance(held, tuple) and hasattr(held, "_make")):
+        return stock(context, value)
+    value.track_items()
+    proxies = held._make(item.value for item in value.item_wrappers)
+    value.register_proxy(proxies)
+    for name, attribute in value.attribute_wrappers.items():
+        if name not in type(held)._fields:  # type: ignore[attr-defined]
+            attribute.register_proxy(getattr(proxies, name))
+    return proxies
+
+
+def _is_constant(provenance: Any) -> bool:
+    """Whether a value is, or is a part of, a constant of the program that no prologue can unpack."""
+    if provenance.inst is PseudoInst.CONSTANT:
+        return not isinstance(provenance.value, int | str)
+    return provenance.inst in (PseudoInst.LOAD_ATTR, PseudoInst.BINARY_SUBSCR) and _is_constant(provenance.inputs[0])
+
+
+def keys_count(keys: Any) -> int:
+    """``len(d.keys())`` of a dict in a program, which thunder's own keys do not know."""
+    return len(keys.mapping)
+
+
+def compare(tensor: Any, stock: Callable[..., Any], other: Any) -> Any:
+    """``x == None``, as PyTorch has it: what is no tensor and no number is not equal."""
+    return (
+        stock(tensor, other) if isinstance(other, TensorProxy | NumberProxy | Number | torch.Tensor) else NotImplemented
+    )
+
+
+# What a program branches on; FloatProxy and the others have these from NumberProxy.
+DECISIONS = ("__bool__", "__eq__", "__ge__", "__gt__", "__le__", "__lt__", "__ne__")
+
+
+def of_known_value(number: Any, stock: Callable[..., Any], *others: Any) -> Any:
+    """A comparison of numbers whose values are known; thunder takes one that is not (``x.item() > 0``) for false."""
+    if any(isinstance(n, NumberProxy) and n.value is None for n in (number, *others)):
+        raise NotImplementedError(
+            "the program branches on the value of a tensor (data dependency), which is not known before it runs"
+        )
+    return stock(number, *others)
+
+
+def broadcast(stock: Callable[..., Any], *tensors: Any, treat_cpu_scalar_tensors_as_numbers: bool = True) -> Any:
+    """Tensors in their common shape; on the CPU those without dimensions, too.
+
+    thunder leaves them as they are, for the sake of operations with tensors on another device, and then gives them the
+    gradient of the result, not its sum: that of ``x.sum() * y`` for ``x`` is wrong.
+    """
+    elsewhere = any(isinstance(t, TensorProxy) and t.device != cpu for t in tensors)
+    return stock(*tensors, treat_cpu_scalar_tensors_as_numbers=treat_cpu_scalar_tensors_as_numbers and elsewhere)

@@ -1,0 +1,46 @@
+"""Buffers that a program writes: thunder keeps them beside the module, and must look there when it traces again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from thunder.core.module import get_thunder_module
+
+__all__ = ["current_buffers", "set_buffer"]
+
+
+@contextlib.contextmanager
+def current_buffers(program: Any) -> Iterator[None]:
+    """Have a module's buffers be those that the compiled program has written, while it is traced.
+
+    thunder traces the module, whose buffers are those of before the first call, and checks at run time those that it
+    keeps (``ThunderModule._overrides_buffers``): a buffer that has changed its shape never fits.
+    """
+    module = get_thunder_module(program) if isinstance(program, torch.nn.Module) else None
+    before = []
+    for name, value in getattr(module, "_overrides_buffers", {}).items():
+        path, _, key = name.rpartition(".")
+        buffers = program.get_submodule(path)._buffers
+        if key in buffers:
+            before.append((buffers, key, buffers[key]))
+            buffers[key] = value
+    try:
+        yield
+    finally:
+        for buffers, key, value in reversed(before):
+            buffers[key] = value
+
+
+def set_buffer(module: Any, stock: Callable[..., Any], name: str, value: Any) -> None:
+    """Keep a buffer under its name; thunder puts a dot before those of the outermost module, and does not find them.
+
+    Args:
+        module: the ``ThunderModule``.
+        stock: its own ``set_buffer``.
+        name: the buffer's dotted name.
+        value: the buffer.
+    """
+    stock(module, name.removeprefix("."), value)

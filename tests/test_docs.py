@@ -1,0 +1,99 @@
+"""What the docs say about the code, held against it: every message, and the names of functions."""
+
+import ast
+import functools
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+
+import hookkit
+from hookkit import engine, errors
+
+ROOT = Path(__file__).parent.parent
+ROW = re.compile(r"^\| ((?:`[^`]+`(?: or )?)+) \|", re.MULTILINE)
+
+
+def text_of(node):
+    """A message as it stands in the source, with an ellipsis for each part that varies."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr(values=values):
+            return "".join(text_of(v) for v in values)
+        case _:
+            return "…"
+
+
+@functools.cache
+def messages():
+    """Each message of hookkit's errors and warnings, with the name of its class and its place."""
+    return list(find_messages())
+
+
+def find_messages():
+    for path in sorted((ROOT / "hookkit").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not (isinstance(node, ast.Call) and node.args):
+                continue
+            name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+            if name == "warn" and len(node.args) > 1:
+                name = getattr(node.args[1], "id", "")
+            message = " ".join(text_of(node.args[0]).split())
+            if name in errors.__all__ and re.search("[a-z]", message):  # not one that is another's text
+                yield pytest.param(name, message, id=f"{path.stem}-{node.lineno}")
+
+
+@functools.cache
+def rows():
+    """The messages that the page has, by class."""
+    name, found = "", []
+    for line in (ROOT / "docs/reference/errors.md").read_text().splitlines():
+        if line.startswith("## "):
+            name = line[3:].strip()
+        for row in ROW.findall(line):
+            found += [(name, message) for message in re.findall("`([^`]+)`", row)]
+    return found
+
+
+def covers(row, message):
+    parts = [part.strip() for part in row.split("…") if part.strip()]
+    return all(part in message for part in parts)
+
+
+@pytest.mark.parametrize(("name", "message"), messages())
+def test_the_reference_has_a_message(name, message):
+    assert any(covers(row, message) for owner, row in rows() if owner == name), f"{name}: {message}"
+
+
+@pytest.mark.parametrize(("name", "row"), rows())
+def test_a_message_of_the_reference_is_in_the_code(name, row):
+    assert any(covers(row, p.values[1]) for p in messages() if p.values[0] == name)
+
+
+def test_the_reference_has_every_class():
+    text = (ROOT / "docs/reference/errors.md").read_text()
+    assert all(f"## {name}\n" in text for name in errors.__all__)
+    assert set(errors.__all__) <= set(hookkit.__all__)
+
+
+MODULES = {m.name for m in pkgutil.iter_modules(engine.__path__)}
+NAMES = re.compile(r"`(\w+)\.(\w+(?:\.\w+)*)`")
+
+
+def names_of_functions():
+    for path in sorted((ROOT / "docs/explanation").glob("*.md")):
+        for module, name in NAMES.findall(path.read_text()):
+            if module in MODULES:
+                yield f"hookkit.engine.{module}", name
+            elif (ROOT / f"hookkit/{module}.py").exists() and name != "py":
+                yield f"hookkit.{module}", name
+
+
+@pytest.mark.parametrize(("module", "name"), sorted(set(names_of_functions())))
+def test_a_function_that_the_explanation_names_is_there(module, name):
+    found = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
