@@ -23,6 +23,7 @@ from thunder.transforms import autodiff
 from hookkit import compat
 from hookkit.engine import caching, connection, corrections, differentiation, gradflow, modules, mutation, operations
 from hookkit.engine.calls import lookaside_for, trace_program
+from hookkit.engine.functionalise import functionalise_program
 from hookkit.engine.iteration import iterator_lookaside
 from hookkit.engine.methods import attribute_lookup, fallback_of, method_lookup, torch_callee
 from hookkit.engine.symbols import export_leaks
@@ -140,6 +141,7 @@ def _patches() -> list[Patch]:
         Patch(ThunderModule, "set_buffer", partialmethod(modules.set_buffer, ThunderModule.set_buffer)),
         Patch(jit_ext.JitCtx, "proxify", partialmethod(corrections.proxify, jit_ext.JitCtx.proxify)),
         Patch(thunder, "thunder_general_jit", partial(trace_program, thunder.thunder_general_jit)),
+        Patch(thunder, "insert_alias_updates", partial(functionalise_program, thunder.insert_alias_updates)),
         Patch(thunder, "connect_to_autograd", partial(connection.connect, thunder.connect_to_autograd)),
         Patch(ThunderFunction, "backward", staticmethod(partial(connection.backward, ThunderFunction.backward))),
     ]

@@ -190,6 +190,10 @@ class Rule:
         """Whether the name was given, and is not the provider's or the target's."""
         return self._is_named
 
+    def as_opaque(self) -> Rule:
+        """A rule like this one, not registered, whose calls are opaque at once."""
+        return attrs.evolve(self, mode="opaque", serial=next(_serials))
+
     @property
     def opaque_callee(self) -> bool:
         """Whether the opaque form of a call runs the callee itself, and not the providers."""

@@ -137,8 +137,8 @@ class DirectCall:
 
     def keeps_its_inputs(self, node: Any, values: Sequence[torch.Tensor]) -> bool:
         """Whether the node keeps every tensor that it needs a gradient for, so that handing it on keeps no more."""
-        kept = {t.untyped_storage()._cdata for t in node.saved_tensors if isinstance(t, torch.Tensor)}
-        return all(values[i].untyped_storage()._cdata in kept for i, _ in self.places)
+        kept = [t for t in node.saved_tensors if isinstance(t, torch.Tensor)]
+        return all(any(torch._C._is_alias_of(values[i], t) for t in kept) for i, _ in self.places)  # type: ignore[attr-defined]
 
     def validated(self, node: Any, gradients: tuple[Any, ...]) -> dict[int, torch.Tensor | None]:
         """Gradients as the engine would hand them on."""

@@ -17,7 +17,7 @@ from hookkit.engine.gradflow import changes_in_place, is_explicit
 from hookkit.engine.symbols import Composite
 from hookkit.errors import HookError
 
-__all__ = ["Retrace", "check", "views_of_arguments"]
+__all__ = ["Retrace", "check", "cuts_gradient", "shared_names", "views_of_arguments"]
 
 
 class Retrace(Exception):
@@ -34,7 +34,7 @@ def check(trace: Any) -> None:
 
     Raises:
         Retrace: if a residual of a traced call is changed.
-        HookError: if a view that a call returned is changed.
+        HookError: if a view that a call returned is changed, or a gradient would be lost.
     """
     if not any(changes_in_place(b) for b in trace.bound_symbols):
         return
@@ -46,6 +46,12 @@ def check(trace: Any) -> None:
     for bsym in trace.bound_symbols:
         if changes_in_place(bsym):
             target = next(a for a in bsym.flat_proxy_args if isinstance(a, TensorProxy))
+            if cuts_gradient(trace, bsym, target) and target.history is None:
+                raise HookError(
+                    f"{bsym.sym.name} changes a tensor that requires grad in place with grad mode off "
+                    f"({bsym.source_filename}); thunder loses its gradient, eager PyTorch does not. Use the operation "
+                    "that returns a new tensor, or change it with grad mode on."
+                )
             for name in sharing.group(target.name):
                 if name in residuals:
                     call = residuals[name]
@@ -103,6 +109,12 @@ def _place(bsym: Any) -> str:
     return f"{bsym.source_filename}:{line}"
 
 
+def cuts_gradient(trace: Any, bsym: Any, target: TensorProxy) -> bool:
+    """Whether an in-place operation writes into a tensor that requires grad with grad mode off."""
+    copy = bsym.subsymbols[-1] if bsym.subsymbols else bsym
+    return copy.kwargs.get("grad_enabled") is False and gradflow.requires_grad(trace, target)
+
+
 class _Sharing:
     """Which tensors share memory."""
 
@@ -111,6 +123,9 @@ class _Sharing:
 
     def group(self, name: str) -> set[str]:
         return self._groups.get(name, {name})
+
+    def groups(self) -> list[set[str]]:
+        return list(self._groups.values())
 
     def join(self, a: str, b: str) -> None:
         group = self.group(a) | self.group(b)
@@ -131,6 +146,15 @@ def _may_view(bsym: Any) -> bool:
     symbols = (ltorch._syms_returning_views, ltorch._syms_that_may_return_views)
     named = bsym.sym.name in ("detach", "shallow_copy")
     return named or any(bsym.sym in s for s in symbols) or bool(getattr(bsym.sym.meta, "views", ()))
+
+
+def shared_names(bsyms: Any) -> set[str]:
+    """The names of tensors that may share memory with another tensor; an in-place operation's result is its target."""
+    sharing = _Sharing()
+    for bsym in bsyms:
+        if not changes_in_place(bsym):
+            _note_sharing(sharing, bsym)
+    return {name for group in sharing.groups() if len(group) > 1 for name in group}
 
 
 def views_of_arguments(forward: Any, outputs: Any) -> frozenset[str]:

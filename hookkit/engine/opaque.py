@@ -8,6 +8,7 @@ meta function.
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -645,6 +646,9 @@ def _example(proxy: Proxy, seed: int | None, *, definite: bool = False) -> Any:
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
+_fake_tensor_log = logging.getLogger("torch._subclasses.fake_tensor")
+
+
 class _Watch(TorchFunctionMode):
     """While a call is tried out: no address of a tensor that has no data, and no gradients left on parameters.
 
@@ -669,8 +673,13 @@ class _Watch(TorchFunctionMode):
                     value.grad = None
         return function(*args, **(kwargs or {}))
 
+    def __enter__(self) -> _Watch:
+        _fake_tensor_log.disabled = True  # what fails here is said once, by whoever asked
+        return super().__enter__()  # type: ignore[no-any-return]
+
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+        _fake_tensor_log.disabled = False
         for parameter, gradient in self._gradients.values():
             parameter.grad = gradient
 

@@ -1,0 +1,100 @@
+"""hookkit.testing: its checks hold for what is right, and each fails on its own."""
+
+import pytest
+import torch
+
+import hookkit
+import hookkit.testing
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.save_for_backward(x, y)
+        return x**3 * y, x + y
+
+    @staticmethod
+    def backward(ctx, g, h):
+        x, y = ctx.saved_tensors
+        return 3 * g * x * x * y + h, g * x**3 + h
+
+
+def inputs():
+    return tuple(torch.rand(3, dtype=torch.float64).add(0.5).requires_grad_() for _ in range(2))
+
+
+def test_a_right_function_passes_every_check():
+    result = hookkit.testing.check_rule(Cube, *inputs())
+    assert result, str(result)
+    assert {c.name for c in result.checks if c.passed} >= {"output and gradients", "finite differences", "opaque"}
+
+
+def test_a_wrong_gradient_fails_the_finite_differences_alone():
+    class Wrong(Cube):
+        @staticmethod
+        def backward(ctx, g, h):
+            x, y = ctx.saved_tensors
+            return 300 * g * x * x * y + h, g * x**3 + h
+
+    result = hookkit.testing.check_rule(Wrong, *inputs())
+    assert [c.name for c in result.checks if c.passed is False] == ["finite differences"]
+    assert "finite differences" in str(result)
+
+
+def softplus(x):
+    return torch.log1p(torch.exp(x))
+
+
+def test_a_rule_whose_gradient_is_not_the_callables_fails():
+    @hookkit.rule(softplus)
+    def wrong(x):
+        return torch.log1p(torch.exp(x)), hookkit.save(x=x)
+
+    @wrong.backward
+    def _(saved, grad):
+        return {"x": 100 * grad * torch.sigmoid(saved.x)}
+
+    result = hookkit.testing.check_rule(wrong, torch.randn(3, requires_grad=True))
+    assert not result
+    assert "gradient of input 0" in str(result)
+
+
+def test_a_rule_that_agrees_with_the_callable_passes():
+    @hookkit.rule(softplus)
+    def right(x):
+        return torch.log1p(torch.exp(x)), hookkit.save(x=x)
+
+    @right.backward
+    def _(saved, grad):
+        return {"x": grad * torch.sigmoid(saved.x)}
+
+    result = hookkit.testing.check_rule(right, torch.randn(3, requires_grad=True))
+    assert result, str(result)
+
+
+def test_a_meta_function_that_disagrees_fails_its_check():
+    @hookkit.rule(softplus, mode="opaque")
+    def shaped(x):
+        return torch.log1p(torch.exp(x)), hookkit.save(x=x)
+
+    @shaped.meta
+    def _(x):
+        return x.new_empty(7)
+
+    @shaped.backward
+    def _(saved, grad):
+        return {"x": grad * torch.sigmoid(saved.x)}
+
+    result = hookkit.testing.check_rule(shaped, torch.randn(3, requires_grad=True))
+    assert "meta function" in [c.name for c in result.checks if c.passed is False]
+
+
+def test_assert_same_says_where_programs_differ():
+    with pytest.raises(AssertionError, match="output"):
+        hookkit.testing.assert_same(torch.sin, torch.randn(3), reference=torch.cos)
+
+
+def test_what_cannot_be_called_is_refused():
+    predicate = hookkit.rule(hookkit.where(lambda call: False), mode="opaque", register=False)
+    with pytest.raises(hookkit.HookError, match="check_rule takes"):
+        hookkit.testing.check_rule(predicate, torch.ones(3))
