@@ -317,7 +317,7 @@ def _():
     return function(lambda ctx, x: x * factor, lambda ctx, grad: grad * 100 * factor).apply, (vector(),)
 
 
-@case("`torch.amp.custom_fwd` and `custom_bwd`, with and without `cast_inputs`")
+@case("`torch.amp.custom_fwd` and `custom_bwd`, with and without `cast_inputs`", "opaque")
 def _():
     def forward(ctx, x):
         return x * 2
@@ -327,7 +327,7 @@ def _():
     return function(forward, backward).apply, (vector(),)
 
 
-@case("inside an autocast region")
+@case("inside an autocast region", "opaque")
 def _():
     F = function(lambda ctx, x: x @ x, lambda ctx, grad: grad.float() * 100)
 
@@ -517,7 +517,7 @@ def _():
     return function(lambda ctx, x: x * 2, backward).apply, (vector().detach(),)
 
 
-@case("`no_grad` and `enable_grad` inside forward or backward")
+@case("`no_grad` and `enable_grad` inside forward or backward", "opaque")
 def _():
     def forward(ctx, x):
         with torch.no_grad():

@@ -10,6 +10,7 @@ from typing import Any
 
 import attrs
 import thunder
+import thunder.plugins
 import torch
 from thunder import clang
 from thunder.core import interpreter, jit_ext
@@ -115,6 +116,14 @@ def disable() -> None:
             _installed.pop().remove()
 
 
+class Plugin(thunder.Plugin):  # type: ignore[misc]
+    """What ``thunder.compile(model, plugins="hookkit")`` asks for: the rules."""
+
+    def setup_executors(self) -> None:
+        """Enable the rules; thunder calls this before it compiles."""
+        enable()
+
+
 def _patches() -> list[Patch]:
     stock = jit_ext.general_jit_lookaside
     patches = [Patch(jit_ext, "general_jit_lookaside", _lookaside(stock))]
@@ -143,6 +152,7 @@ def _patches() -> list[Patch]:
         Patch(thunder, "thunder_general_jit", partial(trace_program, thunder.thunder_general_jit)),
         Patch(thunder, "insert_alias_updates", partial(functionalise_program, thunder.insert_alias_updates)),
         Patch(thunder, "connect_to_autograd", partial(connection.connect, thunder.connect_to_autograd)),
+        Patch(thunder.plugins.names_to_plugins, "hookkit", Plugin),
         Patch(ThunderFunction, "backward", staticmethod(partial(connection.backward, ThunderFunction.backward))),
     ]
     return patches

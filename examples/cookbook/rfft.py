@@ -1,8 +1,9 @@
 """A function of PyTorch's that thunder lacks: ``torch.fft.rfft``, with forward, meta function and backward.
 
 What it shows: an opaque rule with all three providers; a meta function that changes the dtype; a gradient of a
-complex output. The short way is in the last lines: ``hookkit.rule(torch.fft.irfft, mode="opaque")`` leaves metadata
-and gradient to PyTorch. Write the long way for kernels of which PyTorch knows neither.
+complex output. The short way is ``hookkit.rule(torch.fft.irfft, mode="opaque")`` below: it leaves metadata and gradient
+to PyTorch. (So does a rule that ships, for every function of PyTorch's that thunder lacks.) Write the long way for
+kernels of which PyTorch knows neither.
 
 The gradient: ``y[k] = sum_t x[t] exp(-2πi k t / n)``, and PyTorch's gradient of a complex number is the conjugate
 (docs/source/notes/autograd.rst, "Autograd for Complex Numbers"), so ``grad_x[t] = Re sum_k grad[k] exp(2πi k t / n)``.

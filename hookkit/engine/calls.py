@@ -20,7 +20,7 @@ from hookkit.engine.effects import Generators, State
 from hookkit.engine.modules import current_buffers
 from hookkit.engine.mutation import Retrace
 from hookkit.engine.traced import Invocation, bind_call, trace_call
-from hookkit.engine.tracing import Raised, raise_in_program, user_source
+from hookkit.engine.tracing import Raised, add_note, raise_in_program, user_source
 from hookkit.engine.values import unwrap_arguments
 from hookkit.errors import HookError, UntraceableError
 from hookkit.registry import registry
@@ -154,6 +154,7 @@ def _take_over(
         with record.running(get_jit_ctx().computation_trace):
             return _run(invocation, record)
     except Raised as raised:
+        add_note(raised.error, invocation.note)
         return raise_in_program(raised.error)
     except HookError as error:
         return raise_in_program(error)

@@ -16,6 +16,7 @@ import torch
 
 from hookkit import compat
 from hookkit.engine.eager import OpaqueState
+from hookkit.engine.tracing import add_note
 from hookkit.engine.values import PLAIN, Slot, broadcasts_to
 
 __all__ = ["DirectCall", "NodeState"]
@@ -91,13 +92,14 @@ class DirectCall:
         return cls(function, args, needs, places, tensors, edges)
 
     def operator(
-        self, metadata: Sequence[Any], is_tuple: bool, refuse: Callable[[Any], NoReturn]
+        self, metadata: Sequence[Any], is_tuple: bool, note: str, refuse: Callable[[Any], NoReturn]
     ) -> Callable[..., Any]:
         """What an opaque call's operator does at run time, as one closure: it is called at every step.
 
         Args:
             metadata: for each output shape, dtype and device.
             is_tuple: whether the outputs come as a tuple.
+            note: what is added to an exception that the Function raises (PEP 678).
             refuse: called with an output that is not as the metadata says.
         """
         template, tensors, apply = self.arguments, self.tensors, self.function.apply
@@ -119,6 +121,9 @@ class DirectCall:
             set_grad_mode(True)
             try:
                 output = apply(*args)
+            except Exception as error:
+                add_note(error, note)
+                raise
             finally:
                 set_grad_mode(before)
             outputs = output if is_tuple else (output,)

@@ -84,9 +84,9 @@ def _refuse_changed_views(trace: Any) -> None:
             if argument.name in changed:
                 change = changed[argument.name]
                 raise HookError(
-                    f"{change.sym.name} changes a tensor in place that is a view, or has one, and what shares its memory "
-                    f"is read afterwards ({_place(change)}); thunder does not differentiate that. Write it without the "
-                    "view, as in h = torch.cat(...) or h = torch.where(...), or change the whole tensor."
+                    f"{change.sym.name} changes a tensor in place that is a view, or has one, and what shares its "
+                    f"memory is read afterwards ({_place(change)}); thunder does not differentiate that. Write it "
+                    "without the view, as in h = torch.cat(...) or h = torch.where(...), or change the whole tensor."
                 )
         tensors = [a for a in bsym.flat_proxy_args if isinstance(a, TensorProxy)]
         outs = [o for o in bsym.flat_proxy_outs if isinstance(o, TensorProxy)]

@@ -32,7 +32,7 @@ from hookkit.engine.effects import Generators, State, WritesUndone
 from hookkit.engine.reach import none_used
 from hookkit.engine.symbols import make_symbol, symbol_name
 from hookkit.engine.traced import Invocation
-from hookkit.engine.tracing import Raised
+from hookkit.engine.tracing import Raised, add_note
 from hookkit.engine.values import PLAIN, Slot, is_differentiable_dtype, leaves, map_leaves, wrap_result
 from hookkit.errors import MetaError, MetaWarning, OpaqueFallbackWarning, UntraceableError
 from hookkit.residuals import Residuals
@@ -108,6 +108,7 @@ class OpaqueCall:
 
     Attributes:
         description: the call, for messages.
+        note: what is added to an exception that the call raises (PEP 678).
         callee: what PyTorch runs.
         arguments: positional and keyword arguments, with a slot for each proxy.
         needs: for each slot whether it requires grad.
@@ -122,6 +123,7 @@ class OpaqueCall:
     """
 
     description: str
+    note: str
     callee: Callable[..., Any]
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
     needs: tuple[bool, ...]
@@ -165,13 +167,17 @@ class OpaqueCall:
         """What the operator does at run time."""
         assert self.expected is not None
         if self.direct is not None:
-            return self.direct.operator(self.expected.tensors, self.expected.is_tuple, self._refuse)
+            return self.direct.operator(self.expected.tensors, self.expected.is_tuple, self.note, self._refuse)
         return self.forward
 
     def forward(self, *values: Any) -> tuple[Any, ...]:
         """What the operator does at run time, for any callee."""
         assert self.expected is not None
-        result = self.run(values, self.expected.changed)
+        try:
+            result = self.run(values, self.expected.changed)
+        except Exception as error:
+            add_note(error, self.note)
+            raise
         tensors, structure = split_tensors(result.output)
         self._check(tensors, structure, result)
         outputs = [*tensors, *(result.changed[i] for i in self.expected.changed)]
@@ -194,7 +200,11 @@ class OpaqueCall:
         undefined, places = state.undefined, self.program_outputs
         if undefined and places:
             gradients = tuple(None if i in places and undefined[places[i]] else g for i, g in enumerate(gradients))
-        return self._filled(state.backward(gradients))
+        try:
+            return self._filled(state.backward(gradients))
+        except Exception as error:
+            add_note(error, self.note)
+            raise
 
     def _filled(self, found: dict[int, torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """The gradients in order, with zeros for None where the trace adds it to others."""
@@ -382,7 +392,8 @@ def _operator(invocation: Invocation) -> tuple[OpaqueCall, list[Proxy]]:
     )
     needs = tuple(gradflow.requires_grad(trace, p) for p in slots)
     direct = DirectCall.of(call.function if rule.opaque_callee else None, arguments, needs)
-    return OpaqueCall(str(call), callee, arguments, needs, invocation.grad_mode, autocasts, direct=direct), slots
+    note = invocation.note
+    return OpaqueCall(str(call), note, callee, arguments, needs, invocation.grad_mode, autocasts, direct=direct), slots
 
 
 def _torch_dtype(dtype: Any) -> torch.dtype:
@@ -675,7 +686,7 @@ class _Watch(TorchFunctionMode):
 
     def __enter__(self) -> _Watch:
         _fake_tensor_log.disabled = True  # what fails here is said once, by whoever asked
-        return super().__enter__()  # type: ignore[no-any-return]
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]

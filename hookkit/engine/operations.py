@@ -67,7 +67,7 @@ def lacking(function: Any, callee: Any) -> str | None:
     name = _operation_name(callee)
     if name is None or name in IDENTITY or name in TO_PYTHON:
         return None
-    if callee in _AUTOMATIC:
+    if callee in _AUTOMATIC and name != "detach":  # its gradient: hookkit.engine.differentiation
         return f"thunder runs PyTorch's {name}, and does not know its gradient, nor what its result depends on"
     if type(function) is TensorMethod:
         return None if function.is_known else f"thunder has no tensor method {name}"

@@ -1,8 +1,8 @@
 """Which of a program's outputs a call leads to.
 
-A program is one node of PyTorch's autograd. Where only some of its outputs are used, thunder runs the whole backward, with
-zeros for the others; eager PyTorch would not call the backward of a Function that leads to those others alone, and what
-such a backward makes of zeros need not be zeros. What it returns is therefore dropped.
+A program is one node of PyTorch's autograd. Where only some of its outputs are used, thunder runs the whole backward,
+with zeros for the others; eager PyTorch would not call the backward of a Function that leads to those others alone,
+and what such a backward makes of zeros need not be zeros. What it returns is therefore dropped.
 """
 
 from __future__ import annotations

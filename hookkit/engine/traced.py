@@ -23,7 +23,7 @@ from hookkit.engine.effects import Generators, State
 from hookkit.engine.functionalise import functionalise
 from hookkit.engine.mutation import views_of_arguments
 from hookkit.engine.symbols import Composite, bind
-from hookkit.engine.tracing import Attempt
+from hookkit.engine.tracing import Attempt, is_made
 from hookkit.engine.values import (
     broadcasts_to,
     is_container,
@@ -74,10 +74,15 @@ class Invocation:
         """What is remembered if the call cannot be traced: the rule, or the Function that runs itself under it."""
         return self.call.function if self.call.function is not None and self.rule.opaque_callee else self.rule
 
+    @property
+    def note(self) -> str:
+        """What is added to an exception that the call raises (PEP 678)."""
+        return f"raised in {self.call}, which hookkit's rule {self.rule.name} takes over"
+
     @staticmethod
     def is_made_by_program(value: Any) -> bool:
         """Whether a wrapped value was made while the program is traced, so that nothing else can change it."""
-        return _is_made(value.provenance)
+        return is_made(value.provenance)
 
     def provider_arguments(self) -> tuple[Any, ...]:
         """The wrapped arguments of the forward provider, the call before them if the rule wants it."""
@@ -100,14 +105,6 @@ class Invocation:
         found = [a for a in tree if isinstance(a, Proxy)] if self.rule.track == "positional" else tensors_in(tree)
         unique = {p.name: p for p in found if isinstance(p, TensorProxy)}
         return [p for p in unique.values() if gradflow.requires_grad(trace, p)]
-
-
-def _is_made(provenance: Any) -> bool:
-    instruction = getattr(provenance.inst, "opname", None) or getattr(provenance.inst, "value", provenance.inst)
-    return instruction not in _READING or any(_is_made(p) for p in provenance.inputs)
-
-
-_READING = ("INPUT_ARGS", "INPUT_KWARGS", "INPUT_FN", "LOAD_ATTR", "BINARY_SUBSCR", "CONSTANT")
 
 
 def trace_call(invocation: Invocation, before: State) -> tuple[Composite, Any]:

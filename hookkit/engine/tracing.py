@@ -25,8 +25,9 @@ from thunder.core.prims import OpTags
 
 from hookkit.call import Source
 from hookkit.engine import gradflow
+from hookkit.errors import HookError
 
-__all__ = ["Attempt", "Raised", "add_note", "raise_in_program", "user_source"]
+__all__ = ["Attempt", "Raised", "add_note", "is_made", "raise_in_program", "user_source"]
 
 
 class Raised(Exception):
@@ -88,7 +89,12 @@ class Attempt:
         thunder does not set them; it notes them for the program's epilogue (``_general_jit_object_setattr_lookaside``).
         """
         notes = self._jit._additional_outputs.items()
-        return [(d, unwrap(note[-1])) for d, entries in notes for note in entries[self._modifications.get(d, 0) :]]
+        return [
+            (d, unwrap(note[-1]))
+            for d, entries in notes
+            if not is_made(d.provenance)
+            for note in entries[self._modifications.get(d, 0) :]
+        ]
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         trace = self._trace
@@ -129,7 +135,9 @@ def raise_in_program(error: BaseException) -> Any:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """PEP 678's ``add_note``, on Python 3.10 too; a note is not added twice."""
+    """PEP 678's ``add_note``, on Python 3.10 too; not twice, and not to hookkit's own refusals, which say it."""
+    if isinstance(error, HookError):
+        return
     notes = getattr(error, "__notes__", [])
     if note in notes:
         return
@@ -145,3 +153,12 @@ def user_source() -> Source | None:
     if file is None or positions is None or positions.lineno is None:
         return None
     return Source(file, positions.lineno)
+
+
+def is_made(provenance: Any) -> bool:
+    """Whether a value was made while the program is traced, judged by how the program came by it."""
+    instruction = getattr(provenance.inst, "opname", None) or getattr(provenance.inst, "value", provenance.inst)
+    return instruction not in _READING or any(is_made(p) for p in provenance.inputs)
+
+
+_READING = ("INPUT_ARGS", "INPUT_KWARGS", "INPUT_FN", "LOAD_ATTR", "BINARY_SUBSCR", "CONSTANT")

@@ -23,7 +23,7 @@ def is_unsupported(call: hookkit.Call) -> bool:
     return call.unsupported is not None
 
 
-operations = hookkit.rule(hookkit.where(is_unsupported), mode="opaque", priority=-200)
+operations = hookkit.rule(hookkit.where(is_unsupported), mode="opaque", priority=-200, name="operations")
 
 
 @hookkit.rule(torch.Tensor.requires_grad_, mode="trace")
