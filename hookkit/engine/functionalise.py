@@ -94,9 +94,8 @@ def functionalise(trace: Any, bsyms: list[Any], *, strict: bool = True) -> tuple
             if isinstance(out, TensorProxy):
                 current[variableify(out)] = new
         # whatever stood for the old value stands for the new one
-        for old, held in list(current.items()):
-            if held.name == getattr(current.get(variableify(target), target), "name", None):
-                current[old] = new
+        before = current.get(variableify(target), target).name
+        current.update({name: new for name, held in current.items() if held.name == before})
         current[variableify(target)] = new
     return result, current
 
