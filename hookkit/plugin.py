@@ -12,6 +12,7 @@ import attrs
 import thunder
 import thunder.plugins
 import torch
+import torch.utils.checkpoint
 from thunder import clang
 from thunder.core import interpreter, jit_ext
 from thunder.core.compile_data import get_compile_data
@@ -155,6 +156,9 @@ def _patches() -> list[Patch]:
         Patch(thunder.plugins.names_to_plugins, "hookkit", Plugin),
         Patch(ThunderFunction, "backward", staticmethod(partial(connection.backward, ThunderFunction.backward))),
     ]
+    lookasides = jit_ext._general_jit_lookaside_map
+    checkpoint = torch.utils.checkpoint.checkpoint
+    patches.append(Patch(lookasides, checkpoint, partial(corrections.checkpoint, lookasides[checkpoint])))
     return patches
 
 
@@ -198,6 +202,7 @@ def _lookaside(stock: Callable[..., Any]) -> Callable[..., Any]:
     answers[TensorProxy.dtype.fget] = interpreter_needs_wrap(corrections.torch_dtype)
     native = {f: interpreter_needs_wrap(f) for f in (save, mark)}
     answers.update(native)
+    answers[torch.inference_mode] = partial(interpreter._interpret_call, corrections.inference_mode)
 
     def general_jit_lookaside(fn: Any, *args: Any, **kwargs: Any) -> Any:
         try:

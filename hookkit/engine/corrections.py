@@ -6,6 +6,9 @@ that one; when thunder has mended it, it can go.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import inspect
 from collections.abc import Callable
 from numbers import Number
 from typing import Any
@@ -13,12 +16,14 @@ from typing import Any
 import torch
 from thunder.core.devices import cpu
 from thunder.core.dtypes import to_torch_dtype
-from thunder.core.interpreter import PseudoInst
+from thunder.core.interpreter import INTERPRETER_SIGNALS, PseudoInst, _interpret_call
 from thunder.core.proxies import NumberProxy, TensorProxy
 
 from hookkit.engine.opaque import record_constant
+from hookkit.engine.tracing import raise_in_program
+from hookkit.errors import HookError
 
-__all__ = ["DECISIONS", "broadcast", "compare", "keys_count", "of_known_value", "proxify", "torch_dtype"]
+__all__ = ["DECISIONS", "broadcast", "checkpoint", "compare", "inference_mode", "keys_count", "of_known_value", "proxify", "torch_dtype"]
 
 
 def torch_dtype(tensor: Any) -> torch.dtype:
@@ -89,3 +94,33 @@ def broadcast(stock: Callable[..., Any], *tensors: Any, treat_cpu_scalar_tensors
     """
     elsewhere = any(isinstance(t, TensorProxy) and t.device != cpu for t in tensors)
     return stock(*tensors, treat_cpu_scalar_tensors_as_numbers=treat_cpu_scalar_tensors_as_numbers and elsewhere)
+
+
+def inference_mode(mode: Any = True) -> Any:
+    """``torch.inference_mode`` in a program: thunder would switch it on for the tracing, and forget about it.
+
+    Interpreted. What a compiled program computes are no inference tensors; they require no grad.
+    """
+    return torch.no_grad() if mode else contextlib.nullcontext()
+
+
+def checkpoint(stock: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
+    """``torch.utils.checkpoint.checkpoint`` of wrapped values.
+
+    thunder takes no keywords for the function, and raises a str for ``use_reentrant=True``.
+    """
+    reentrant = kwargs.get("use_reentrant")
+    if reentrant is not None and reentrant.value:
+        return raise_in_program(
+            HookError(
+                "torch.utils.checkpoint with use_reentrant=True is not supported in a program compiled by thunder; pass "
+                "use_reentrant=False, whose gradients are the same"
+            )
+        )
+    options = {k: v for k, v in kwargs.items() if k in inspect.signature(stock).parameters}
+    given = {k: v for k, v in kwargs.items() if k not in options}
+    if given:
+        function = _interpret_call(functools.partial, function, **given)
+        if function is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
+            return function
+    return stock(function, *args, **options)

@@ -62,10 +62,29 @@ def differentiate(stock: Callable[..., Any], trace: Any) -> Any:
         call = called(trace.bound_symbols[place])
         if call is not None and len(reached) < sum(differentiable):
             call.reach = reached
+    _keep_random_results(trace)
     _calls[get_compile_data()] = [b.sym.name for b in trace.bound_symbols if gradflow.is_explicit(b)]
     joint = stock(trace)
     _drop_undefined_gradients(joint)
     return joint
+
+
+def _keep_random_results(trace: Any) -> None:
+    """Have calls that draw random numbers, or may, run once, also under ``torch.utils.checkpoint``.
+
+    thunder runs in the backward again what is checkpointed, and draws other numbers; eager PyTorch puts the generators
+    back before.
+    """
+    for bsym in trace.bound_symbols:
+        if gradflow.is_explicit(bsym) and (bsym.sym.is_prim or draws(bsym)):
+            bsym.tags.discard(BoundSymbolTag.RECOMPUTE_IN_BACKWARD)
+            for out in bsym.flat_proxy_outs:
+                out.tags.discard(ProxyTag.RECOMPUTE_IN_BACKWARD)
+
+
+def draws(bsym: Any) -> bool:
+    """Whether an operation, or one beneath it, draws random numbers."""
+    return bool(bsym.sym.tags and prims.OpTags.RANDOM_OP in bsym.sym.tags) or any(map(draws, bsym.subsymbols))
 
 
 def _drop_undefined_gradients(joint: Any) -> None:

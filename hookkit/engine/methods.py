@@ -31,6 +31,9 @@ _TORCH_METHODS = {
     if callable(getattr(torch.Tensor, name, None)) and getattr(torch.Tensor, name) is not getattr(object, name, None)
 }
 
+# Of its memory a proxy knows nothing; a call that asks runs opaque.
+_LAYOUT = frozenset({"data_ptr", "is_contiguous", "is_non_overlapping_and_dense", "storage_offset", "stride"})
+
 
 @attrs.frozen
 class TensorMethod:
@@ -64,8 +67,8 @@ def method_lookup(function: Any, args: tuple[Any, ...]) -> Callable[..., Any] | 
     """What to do instead of ``TensorProxy.__getattr__``, if a rule could take a call of the method that it finds."""
     if function is not TensorProxy.__getattr__:
         return None
-    if args[1].value == "is_contiguous" and records.inside_a_call():
-        return partial(raise_in_program, HookError("is_contiguous() of a tensor is not known while a call is traced"))
+    if args[1].value in _LAYOUT and records.inside_a_call():
+        return partial(raise_in_program, HookError(f"{args[1].value}() of a tensor is not known while a call is traced"))
     method = getattr(torch.Tensor, args[1].value, None)
     if not callable(method) or not registry.matching(method, None):
         return None

@@ -89,12 +89,7 @@ class Attempt:
         thunder does not set them; it notes them for the program's epilogue (``_general_jit_object_setattr_lookaside``).
         """
         notes = self._jit._additional_outputs.items()
-        return [
-            (d, unwrap(note[-1]))
-            for d, entries in notes
-            if not is_made(d.provenance)
-            for note in entries[self._modifications.get(d, 0) :]
-        ]
+        return [(d, unwrap(note[-1])) for d, entries in notes for note in entries[self._modifications.get(d, 0) :]]
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         trace = self._trace
