@@ -23,7 +23,17 @@ from hookkit.engine.opaque import record_constant
 from hookkit.engine.tracing import raise_in_program
 from hookkit.errors import HookError
 
-__all__ = ["DECISIONS", "broadcast", "checkpoint", "compare", "inference_mode", "keys_count", "of_known_value", "proxify", "torch_dtype"]
+__all__ = [
+    "DECISIONS",
+    "broadcast",
+    "checkpoint",
+    "compare",
+    "inference_mode",
+    "keys_count",
+    "of_known_value",
+    "proxify",
+    "torch_dtype",
+]
 
 
 def torch_dtype(tensor: Any) -> torch.dtype:

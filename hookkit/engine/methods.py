@@ -68,7 +68,9 @@ def method_lookup(function: Any, args: tuple[Any, ...]) -> Callable[..., Any] | 
     if function is not TensorProxy.__getattr__:
         return None
     if args[1].value in _LAYOUT and records.inside_a_call():
-        return partial(raise_in_program, HookError(f"{args[1].value}() of a tensor is not known while a call is traced"))
+        return partial(
+            raise_in_program, HookError(f"{args[1].value}() of a tensor is not known while a call is traced")
+        )
     method = getattr(torch.Tensor, args[1].value, None)
     if not callable(method) or not registry.matching(method, None):
         return None
