@@ -7,6 +7,7 @@ runs while thunder is being imported (see ``hookkit.autoload``).
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,6 +25,7 @@ __all__ = [
     "graph_is_kept",
     "higher_order_apply_targets",
     "importing_thunder",
+    "nodes_need_owners",
     "realise_graph_module",
 ]
 
@@ -173,6 +175,31 @@ def graph_is_kept() -> bool:
     if torch._C._current_graph_task_id() == -1:
         return False
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+class _Probe(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+@functools.cache
+def nodes_need_owners() -> bool:
+    """Whether the node of a custom Function frees what it saved when the Function's outputs are gone.
+
+    It does with torch 2.9.1, and does not with 2.13 and 2.15. Delete this when the oldest supported torch is of those.
+    """
+    with torch.enable_grad():
+        node: Any = _Probe.apply(torch.ones((), requires_grad=True)).grad_fn  # type: ignore[no-untyped-call]
+    try:
+        return len(node.saved_tensors) != 1
+    except RuntimeError:
+        return True
 
 
 def active_measures() -> list[str]:

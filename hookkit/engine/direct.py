@@ -25,11 +25,12 @@ __all__ = ["DirectCall", "NodeState"]
 class NodeState(OpaqueState):
     """What is kept between a Function's forward and its backward: its node."""
 
-    __slots__ = ("call", "node")
+    __slots__ = ("call", "node", "owner")
 
-    def __init__(self, node: Any, call: DirectCall) -> None:
+    def __init__(self, node: Any, call: DirectCall, owner: Any) -> None:
         self.node = node
         self.call = call
+        self.owner = owner  # what keeps the node from freeing what it saved
         self.undefined = None
 
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor | None]:
@@ -105,6 +106,7 @@ class DirectCall:
         template, tensors, apply = self.arguments, self.tensors, self.function.apply
         expected = [(m.shape, m.dtype, m.device) for m in metadata]
         count, parameter = len(expected), torch.nn.Parameter
+        owner_of = torch.autograd.graph.get_gradient_edge if compat.nodes_need_owners() else None
         set_grad_mode, grad_mode = torch._C._set_grad_enabled, torch.is_grad_enabled
 
         def forward(*values: Any) -> tuple[Any, ...]:
@@ -136,7 +138,8 @@ class DirectCall:
                     refuse(output)
             if node is None:
                 refuse(output)
-            return (*[t.detach() for t in outputs], NodeState(node, self))
+            owner = owner_of(outputs[0]) if owner_of is not None else None
+            return (*[t.detach() for t in outputs], NodeState(node, self, owner))
 
         return forward
 

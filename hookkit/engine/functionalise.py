@@ -14,7 +14,7 @@ from thunder.core.proxies import Proxy, ProxyTag, TensorProxy, variableify
 from thunder.core.trace import from_trace, tracectx
 
 from hookkit.engine import gradflow
-from hookkit.engine.gradflow import changes_in_place
+from hookkit.engine.gradflow import changes_in_place, is_explicit
 from hookkit.engine.mutation import cuts_gradient, shared_names
 from hookkit.errors import UntraceableError
 
@@ -65,6 +65,10 @@ def functionalise(trace: Any, bsyms: list[Any], *, strict: bool = True) -> tuple
         return bsyms, {}
     produced = {o.name for b in bsyms if b.sym.id not in _UNPACKING for o in b.flat_proxy_outs}
     shared = shared_names(bsyms)
+    # PyTorch's version counters watch what an opaque call keeps for its backward
+    watched = (
+        set() if strict else {p.name for b in bsyms if is_explicit(b) for p in (*b.flat_proxy_args, *b.flat_proxy_outs)}
+    )
     current: dict[Any, Proxy] = {}
     result: list[Any] = []
     for original in bsyms:
@@ -73,7 +77,7 @@ def functionalise(trace: Any, bsyms: list[Any], *, strict: bool = True) -> tuple
             result.append(bsym)
             continue
         target = next(a for a in original.flat_proxy_args if isinstance(a, TensorProxy))
-        obstacle = _obstacle(trace, original, target, produced, shared, strict)
+        obstacle = _obstacle(trace, original, target, produced, shared, watched, strict)
         if obstacle is not None:
             if strict:
                 raise UntraceableError(f"{original.sym.name} changes {target.name} in place, {obstacle}")
@@ -119,11 +123,13 @@ def _write_inputs(trace: Any, returned: Any, inputs: dict[str, Proxy], changed: 
 
 
 def _obstacle(
-    trace: Any, bsym: Any, target: TensorProxy, produced: set[str], shared: set[str], strict: bool
+    trace: Any, bsym: Any, target: TensorProxy, produced: set[str], shared: set[str], watched: set[str], strict: bool
 ) -> str | None:
     """Why an in-place operation cannot be replaced, or None."""
     if target.name not in produced and (strict or not gradflow.requires_grad(trace, target)):
         return "which comes from outside"
+    if target.name in watched:
+        return "which a call may keep for its backward"
     if target.name in shared:
         return "which shares memory with a view of it"
     if not bsym.subsymbols or bsym.subsymbols[-1].sym.id != prims.PrimIDs.COPY_:

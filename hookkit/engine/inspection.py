@@ -207,7 +207,7 @@ def _compiled_call(record: CallRecord, depth: int) -> CompiledCall:
                 differentiated_by_thunder = True
             continue
         forward += 1
-        operator = getattr((bsym._call_ctx or {}).get(bsym.sym.name), "__self__", None)
+        operator = getattr(bsym.sym.meta, "operator", None)
         if isinstance(operator, OpaqueCall) and operator.has_backward:
             backward += 1
             assert operator.expected is not None
