@@ -135,6 +135,8 @@ class _Sharing:
 
 def _note_sharing(sharing: _Sharing, bsym: Any) -> None:
     if not (_may_view(bsym) or changes_in_place(bsym)):
+        for inner in bsym.subsymbols:
+            _note_sharing(sharing, inner)
         return
     inputs = [a.name for a in bsym.flat_proxy_args if isinstance(a, TensorProxy)]
     for out in bsym.flat_proxy_outs:

@@ -268,6 +268,8 @@ def _own_outputs(
     top = {id(o) for o in (output if type(output) is tuple else (output,))}
     tree = invocation.rule.track == "tree"
     produced = {o.name for b in forward for o in b.flat_proxy_outs}
+    # PyTorch's x.to(x.dtype) returns x itself
+    may_be_argument = views_of_arguments(forward, tensors_in(output))
     swap: dict[Any, Proxy] = {}
     outputs: list[Proxy] = []
     owned: dict[str, TensorProxy] = {}
@@ -285,7 +287,7 @@ def _own_outputs(
         source = last_values.get(variableify(value), value)
         with tracectx(trace):
             mine = owned[value.name] = TensorProxy(like=value, requires_grad=requires)
-            if outside or source is not value:
+            if outside or source is not value or value.name in may_be_argument:
                 forward.append(ltorch.detach.bind(source, output=mine))
             else:
                 swap[variableify(value)] = mine

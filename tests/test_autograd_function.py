@@ -1,0 +1,715 @@
+"""torch.autograd.Function under thunder.jit, beyond the points of docs/contract.py: what once went wrong, by name.
+
+Gradients are wrong on purpose, so that a test fails where the custom backward is ignored.
+"""
+
+import dataclasses
+import functools
+import itertools
+import random
+import types
+from collections import deque, namedtuple
+
+import pytest
+import thunder
+import torch
+from torch import nn
+from torch.autograd import Function
+from torch.utils.checkpoint import checkpoint
+
+import hookkit
+from hookkit.testing import assert_same
+
+# Whether a call is traced or opaque is the business of docs/contract.py.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::hookkit.errors.OpaqueFallbackWarning", "ignore::hookkit.errors.MetaWarning"
+)
+
+
+def vector(*shape, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(len(shape))
+    return torch.randn(*(shape or (4,)), generator=generator, dtype=dtype).requires_grad_()
+
+
+def function(forward, backward, **members):
+    named = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type("F", (Function,), {**named, **members})
+
+
+def sine(factor=100):
+    return function(lambda ctx, x: x.sin(), lambda ctx, grad: factor * grad)
+
+
+def gradients(program, *inputs, used=None):
+    """The gradients of inputs, of one output alone where ``used`` says which."""
+    given = [i.detach().clone().requires_grad_(i.requires_grad) for i in inputs]
+    outputs = program(*given)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    chosen = outputs if used is None else (outputs[used],)
+    torch.autograd.backward([o.sum() for o in chosen])
+    return [g.grad for g in given]
+
+
+def assert_equal(found, expected):
+    for got, wanted in zip(found, expected, strict=True):
+        assert (got is None) == (wanted is None)
+        if wanted is not None:
+            torch.testing.assert_close(got, wanted)
+
+
+def assert_follows(program, change, *inputs):
+    """Compares a program before and after something that it depends on has changed; ``change`` undoes it, too."""
+    jitted = thunder.jit(program)
+    found = [(jitted(*inputs), *gradients(jitted, *inputs))]
+    change()
+    found.append((jitted(*inputs), *gradients(jitted, *inputs)))
+    expected_after = (program(*inputs), *gradients(program, *inputs))
+    assert_equal(found[1], expected_after)
+    assert not torch.equal(found[0][1], found[1][1])
+
+
+# ---------------------------------------------------------------------------------------------------------------- ctx
+
+
+def test_ctx_keeps_a_closure_over_an_intermediate():
+    def forward(ctx, x):
+        cosine = x.cos()
+        ctx.pull = lambda grad: 100 * grad * cosine
+        return x.sin()
+
+    assert_same(function(forward, lambda ctx, grad: ctx.pull(grad)).apply, vector())
+
+
+def test_ctx_keeps_dataclasses_named_tuples_and_partials_of_tensors():
+    @dataclasses.dataclass
+    class State:
+        tensor: torch.Tensor
+        factor: float = 2.0
+
+    Pair = namedtuple("Pair", "u v")
+
+    def forward(ctx, x):
+        ctx.state, ctx.pair = State(x.cos()), Pair(x.exp(), 5)
+        ctx.scale = functools.partial(torch.mul, x.tanh())
+        return x.sin()
+
+    def backward(ctx, grad):
+        return 100 * ctx.scale(grad) * ctx.state.tensor * ctx.state.factor * ctx.pair.u * ctx.pair.v
+
+    assert_same(function(forward, backward).apply, vector())
+
+
+def test_a_backward_that_counts_on_ctx_counts_again_in_the_second_backward():
+    def forward(ctx, x):
+        ctx.count = 0
+        return x * 2
+
+    def backward(ctx, grad):
+        ctx.count += 1
+        return 100 * grad * ctx.count
+
+    program = function(forward, backward).apply
+    found = []
+    for run in (program, thunder.jit(program)):
+        x = vector()
+        y = run(x).sum()
+        y.backward(retain_graph=True)
+        y.backward()
+        found.append(x.grad)
+    assert_equal(found[1:], found[:1])
+
+
+def test_a_backward_that_takes_from_a_list_on_ctx_finds_it_empty_the_second_time():
+    def forward(ctx, x):
+        ctx.kept = [x.exp(), x.sin()]
+        return x * 2
+
+    def backward(ctx, grad):
+        while ctx.kept:
+            grad = grad * ctx.kept.pop()
+        return 100 * grad
+
+    program = function(forward, backward).apply
+    found = []
+    for run in (program, thunder.jit(program)):
+        x = vector()
+        y = run(x).sum()
+        y.backward(retain_graph=True)
+        y.backward()
+        found.append(x.grad)
+    assert_equal(found[1:], found[:1])
+
+
+def test_a_backward_that_frees_what_ctx_holds_is_traced():
+    def forward(ctx, x):
+        ctx.cosine = x.cos()
+        return x.sin()
+
+    def backward(ctx, grad):
+        cosine, ctx.cosine = ctx.cosine, None
+        return 100 * grad * cosine
+
+    jitted = assert_same(function(forward, backward).apply, vector())
+    assert "opaque" not in str(hookkit.report(jitted))
+
+
+# ---------------------------------------------------------------------------------------------------------- gradients
+
+
+def test_a_saved_input_returned_as_a_gradient_does_not_share_its_memory():
+    def forward(ctx, x, y):
+        ctx.save_for_backward(x, y)
+        return x * y
+
+    program = function(forward, lambda ctx, grad: tuple(reversed(ctx.saved_tensors))).apply
+    jitted = assert_same(program, vector(), vector(3, 4)[0])
+    x, y = vector(), vector()
+    jitted(x, y).sum().backward()
+    x.grad.zero_()
+    assert y.abs().min() > 0
+
+
+def test_a_list_returned_from_backward_is_refused_as_in_eager():
+    program = function(lambda ctx, x, y: x * y, lambda ctx, grad: [grad, grad]).apply
+    for run in (program, thunder.jit(program)):
+        with pytest.raises(RuntimeError, match="expected (a tuple of )?2|number of gradients"):
+            gradients(run, vector(), vector())
+
+
+def test_gradients_are_reduced_cast_and_expanded_as_autograd_does():
+    program = function(lambda ctx, x, y: x * y, lambda ctx, grad: (100 * grad, (3 * grad).float())).apply
+    assert_same(program, vector(3, 4), vector(3, 1))
+    summed = function(lambda ctx, x: x.sum(), lambda ctx, grad: (100 * grad).expand(3, 4)).apply
+    assert_same(summed, vector(3, 4))
+
+
+def test_a_backward_whose_outputs_nobody_used_does_not_run():
+    first = function(lambda ctx, x: x * 2, lambda ctx, grad: 100 * grad + 1)
+    second = function(lambda ctx, x: x * 3, lambda ctx, grad: grad / grad.norm())
+
+    def program(x, y):
+        return first.apply(x), second.apply(y) * 2
+
+    for used in (None, 0, 1):
+        expected = gradients(program, vector(), vector(), used=used)
+        assert_equal(gradients(thunder.jit(program), vector(), vector(), used=used), expected)
+
+
+def test_undefined_gradients_stay_none_through_an_opaque_call():
+    def forward(ctx, x, y):
+        ctx.set_materialize_grads(False)
+        return x * 2, y * 3
+
+    def backward(ctx, g, h):
+        return None if g is None else 100 * g, None if h is None else 5 * h
+
+    program = function(forward, backward).apply
+    for used in (0, 1):
+        expected = gradients(program, vector(), vector(), used=used)
+        assert_equal(gradients(thunder.jit(program), vector(), vector(), used=used), expected)
+
+
+def test_parts_of_the_inputs_are_asked_for_on_one_graph():
+    def forward(ctx, x, y, z):
+        ctx.save_for_backward(x, y)
+        return x * y, z * 2
+
+    def backward(ctx, g, h):
+        x, y = ctx.saved_tensors
+        return 100 * g * y, g * x, 5 * h
+
+    program = function(forward, backward).apply
+    found = []
+    for run in (program, thunder.jit(program)):
+        x, y, z = vector(), vector(), vector()
+        roots = [o.sum() for o in run(x, y, z)]
+        for wanted in ([x], [y, z], [z, x, y]):
+            found.append(torch.autograd.grad(roots, wanted, retain_graph=True, allow_unused=True))
+    for got, expected in zip(found[3:], found[:3], strict=True):
+        assert_equal(got, expected)
+
+
+# -------------------------------------------------------------------------------------------------------------- forms
+
+
+def test_apply_keeps_its_backward_inside_map_filter_and_starmap():
+    apply, other = function(lambda ctx, x, k: x * k, lambda ctx, grad: (100 * grad, None)).apply, sine().apply
+
+    def program(x, y):
+        mapped = sum(map(lambda t: apply(t, 2), (x, y)))
+        mapped = mapped + sum(map(other, [x, y]))
+        return mapped + sum(itertools.starmap(apply, [(x, 3), (y, 4)])) + sum(filter(lambda t: apply(t, 1) is not None, [x]))
+
+    assert_same(program, vector(), vector())
+
+
+def test_an_application_inside_generators_comprehensions_and_reduce():
+    apply = sine().apply
+
+    def program(x, y):
+        rows = torch.stack([apply(row) for row in x.unbind(0)])
+        return tuple(apply(t) for t in (x, y)) + (functools.reduce(lambda a, b: a + apply(b), [x, y, x * 2]), rows)
+
+    assert_same(program, vector(), vector())
+
+
+def test_classes_made_inside_the_program_close_over_its_values():
+    def make(factor):
+        class Scaled(Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x.sin() * factor
+
+            @staticmethod
+            def backward(ctx, grad):
+                return 100 * grad * factor
+
+        return Scaled
+
+    assert_same(lambda x: make(2).apply(x) + make(3).apply(x), vector())
+
+
+@pytest.mark.parametrize("same", ["to", "contiguous", "float64", "reshape", "expand", "view_as", "flatten", "type_as"])
+def test_an_operation_that_returns_its_operand_keeps_the_backward(same):
+    operations = {
+        "to": lambda x: x.to(x.dtype),
+        "contiguous": lambda x: x.contiguous(),
+        "float64": lambda x: x.double(),
+        "reshape": lambda x: x.reshape(4),
+        "expand": lambda x: x.expand(4),
+        "view_as": lambda x: x.view_as(x),
+        "flatten": lambda x: x.flatten(),
+        "type_as": lambda x: x.type_as(x),
+    }
+    apply = function(lambda ctx, x: operations[same](x), lambda ctx, grad: 100 * grad).apply
+    assert_same(apply, vector())
+    assert_same(lambda x: apply(x * 2) + x, vector())
+
+
+def test_a_function_calls_its_bases_methods():
+    class Base(Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx, grad):
+            (x,) = ctx.saved_tensors
+            return 100 * grad * x
+
+    class Derived(Base):
+        @staticmethod
+        def forward(ctx, x):
+            return Base.forward(ctx, x * 2)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 3 * Base.backward(ctx, grad)
+
+    assert_same(lambda x: Derived.apply(x) + Base.apply(x), vector())
+
+
+def test_every_application_of_one_function_has_its_own_arguments():
+    def forward(ctx, x, y, options):
+        ctx.weight = sum((i + 1) * n for i, n in enumerate(ctx.needs_input_grad)) * len(options)
+        ctx.same = x is y
+        return x * y * sum(options)
+
+    def backward(ctx, grad):
+        return 100 * grad * ctx.weight, 3 * grad * (7 if ctx.same else 1), None
+
+    apply = function(forward, backward).apply
+
+    def program(x, y, constant):
+        options, total = [], 0
+        for step in range(2):
+            options.append(step + 1)
+            total = total + apply(x, y, options) + apply(constant, y, options) + apply(x, x, options)
+        return total + apply(constant, constant, [1])
+
+    assert_same(program, vector(), vector(), vector().detach())
+
+
+# -------------------------------------------------------------------------------------------- memory layout and views
+
+
+def test_what_is_contiguous_is_asked_of_the_tensors_themselves():
+    def forward(ctx, x):
+        ctx.factor = 1 if x.is_contiguous() else 5
+        return x * x.stride(0)
+
+    def backward(ctx, grad):
+        return 100 * ctx.factor * (grad * 3 if grad.is_contiguous() else grad)
+
+    apply = function(forward, backward).apply
+    assert_same(lambda x: apply(x.t()).sum() + apply(x).sum(), vector(3, 4))
+    x = torch.randn(3, 4).t().requires_grad_()
+    assert_same(apply, x)
+
+
+def test_chained_in_place_operations_on_a_temporary_all_count():
+    def forward(ctx, x):
+        out = torch.zeros_like(x)
+        out.add_(x).mul_(2).sub_(1)
+        out.clamp_(min=-1)
+        return out
+
+    def backward(ctx, grad):
+        grad = grad.clone()
+        grad.mul_(100).add_(1)
+        grad[0] = 7
+        return grad
+
+    assert_same(function(forward, backward).apply, vector())
+
+
+def test_temporaries_are_changed_through_slices_and_views():
+    def forward(ctx, x):
+        table = torch.zeros(3, 4, dtype=x.dtype)
+        table[0, :] = x
+        table[1].copy_(x * 2)
+        table[:, 1] += 1
+        table.view(-1)[0] = 9
+        table.t()[2] -= 1
+        for row in table.unbind(0):
+            row.add_(1)
+        return table
+
+    def backward(ctx, grad):
+        total = torch.zeros(4, dtype=grad.dtype)
+        for row in grad:
+            total += 100 * row
+        return total
+
+    assert_same(function(forward, backward).apply, vector())
+
+
+def test_a_view_changed_in_place_whose_base_is_read_afterwards_is_refused():
+    apply = sine().apply
+
+    def program(x):
+        h = x * 1
+        h[0].mul_(4)
+        return apply(h)
+
+    with pytest.raises(hookkit.HookError, match="view"):
+        thunder.jit(program)(vector(4, 2))
+
+
+def test_an_argument_changed_in_place_that_is_a_view_is_refused():
+    def forward(ctx, out, x):
+        out.copy_(x.sin())
+        ctx.mark_dirty(out)
+        return out
+
+    fill = function(forward, lambda ctx, grad: (None, 100 * grad)).apply
+
+    def program(x):
+        buffer = torch.zeros(8, dtype=x.dtype)
+        fill(buffer[2:6], x)
+        return buffer * 2
+
+    with pytest.raises(hookkit.HookError, match="view"):
+        thunder.jit(program)(vector())
+
+
+def test_a_result_written_into_a_buffer_keeps_its_gradient():
+    apply = sine().apply
+
+    def program(x):
+        out = torch.zeros(2, 4, dtype=x.dtype)
+        out[0] = apply(x)
+        out[1] = x
+        return out
+
+    assert_same(program, vector())
+
+
+# ------------------------------------------------------------------------------------------------- modes, checkpoints
+
+
+def test_under_inference_mode_inside_the_program_nothing_requires_grad():
+    apply = sine().apply
+
+    def program(x):
+        with torch.inference_mode():
+            y = apply(x).sum()
+        return x * 2, y * 1
+
+    assert_same(program, vector())
+
+
+def test_random_numbers_drawn_under_checkpoint_are_drawn_once():
+    def forward(ctx, x):
+        mask = (torch.rand_like(x) > 0.5).to(x.dtype)
+        ctx.save_for_backward(mask)
+        return x * mask
+
+    def backward(ctx, grad):
+        (mask,) = ctx.saved_tensors
+        return 100 * grad * mask
+
+    apply = function(forward, backward).apply
+    jitted = thunder.jit(lambda x: checkpoint(lambda t: apply(t) * 2, x, use_reentrant=False))
+    x = torch.ones(64, requires_grad=True)
+    y = jitted(x)
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, 100 * y.detach())
+
+
+def test_checkpoint_takes_keywords_and_refuses_reentrance_in_words():
+    apply = function(lambda ctx, x, k: x * k, lambda ctx, grad: (100 * grad, None)).apply
+
+    def scaled(x, k):
+        return apply(x, k) * 2
+
+    assert_same(lambda x: checkpoint(scaled, x, k=3, use_reentrant=False), vector())
+    with pytest.raises(hookkit.HookError, match="use_reentrant=False"):
+        thunder.jit(lambda x: checkpoint(scaled, x, 3, use_reentrant=True))(vector())
+
+
+def test_functions_apply_each_other_in_forward_and_backward_to_a_depth():
+    class First(Function):
+        @staticmethod
+        def forward(ctx, x, depth):
+            ctx.depth = depth
+            return x.sin() if depth == 0 else First.apply(x, depth - 1) * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return (Second.apply(grad, ctx.depth - 1) if ctx.depth else 100 * grad), None
+
+    class Second(Function):
+        @staticmethod
+        def forward(ctx, x, depth):
+            return (First.apply(x, depth) if depth > 0 else x) * 3
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad, None
+
+    assert_same(lambda x: First.apply(x, 2), vector())
+
+
+# ------------------------------------------------------------------------------------------------------------- errors
+
+
+def test_the_program_goes_on_after_errors_of_some_applications():
+    def forward(ctx, x, step):
+        doubled = x * 2
+        if step % 2:
+            raise ValueError(f"step {step}")
+        return doubled
+
+    apply = function(forward, lambda ctx, grad: (100 * grad, None)).apply
+
+    def program(x):
+        out = x
+        for step in range(4):
+            try:
+                out = out + apply(x, step)
+            except ValueError as error:
+                out = out * len(str(error))
+        return out
+
+    assert_same(program, vector())
+
+
+def test_an_error_of_a_torch_operation_in_forward_is_caught_by_the_program():
+    apply = function(lambda ctx, x, y: x @ y, lambda ctx, grad: (100 * grad, None)).apply
+
+    def program(x, y):
+        try:
+            return apply(x, y)
+        except RuntimeError:
+            return x * 3
+
+    assert_same(program, vector(3, 4), vector(3, 4))
+
+
+# ------------------------------------------------------------------------------------------------------------ caching
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [([1, 2],), ([1, 2, 3],), ([1, 5],)],
+        [({"k": 2},), ({"k": 3},), ({"k": 2, "z": 1},)],
+        [((0,),), ((0, 1),)],
+        [(torch.float64,), (torch.bfloat16,)],
+        [(torch.sin,), (torch.cos,), (lambda t: t * 3,)],
+        [(2,), (3,), (2.0,), (True,)],
+        [("a",), (None,), ("b",)],
+        [(types.SimpleNamespace(k=2),), (types.SimpleNamespace(k=3),)],
+    ],
+    ids=["list", "dict", "tuple", "dtype", "callable", "number", "str", "object"],
+)
+def test_a_program_called_with_another_argument_does_not_reuse_the_trace(options):
+    def forward(ctx, x, option):
+        if isinstance(option, torch.dtype):
+            return x.to(option)
+        if callable(option):
+            return option(x)
+        if isinstance(option, types.SimpleNamespace):
+            return x * option.k
+        if isinstance(option, tuple):
+            return x.sum(option)
+        weight = option if isinstance(option, int | float) else len(option or ())
+        ctx.weight = weight + (sum(option) if isinstance(option, list) else 0)
+        return x * ctx.weight
+
+    def backward(ctx, grad):
+        return (100 * grad.sum() * getattr(ctx, "weight", 1) * torch.ones(3, 4, dtype=torch.float64)), None
+
+    program = function(forward, backward).apply
+    jitted = thunder.jit(lambda x, option: program(x, option))
+    for option in options:
+        found, expected = jitted(vector(3, 4), *option), program(vector(3, 4), *option)
+        torch.testing.assert_close(found, expected)
+        assert found.dtype == expected.dtype
+        assert_equal(
+            gradients(lambda x, option=option: jitted(x, *option), vector(3, 4)),
+            gradients(lambda x, option=option: program(x, *option), vector(3, 4)),
+        )
+
+
+def test_new_functions_of_the_same_source_are_one_argument():
+    apply = function(lambda ctx, x, f: f(x), lambda ctx, grad: (100 * grad, None)).apply
+    jitted = thunder.jit(lambda x, f: apply(x, f))
+    for _ in range(3):
+        jitted(vector(), lambda t: t * 3)
+    assert thunder.cache_misses(jitted) == 1
+
+
+class Settings:
+    factor = 2.0
+    name = "one"
+
+
+def test_what_a_functions_code_names_may_change_between_calls():
+    settings, table, helper = Settings(), {"mode": None}, types.SimpleNamespace(scale=lambda grad: 100 * grad)
+
+    def backward(ctx, grad):
+        grad = helper.scale(grad) * settings.factor
+        return grad if table["mode"] is None else grad * 3
+
+    program = function(lambda ctx, x: x.sin(), backward).apply
+    assert_follows(lambda x: program(x), lambda: setattr(settings, "factor", 3.0), vector())
+    assert_follows(lambda x: program(x), lambda: table.update(mode="other"), vector())
+    assert_follows(lambda x: program(x), lambda: setattr(helper, "scale", lambda grad: 7 * grad), vector())
+
+
+def test_a_backward_or_class_put_in_anothers_place_is_seen():
+    first, second = sine(100), sine(3)
+    table = {"op": first.apply}
+    assert_follows(lambda x: table["op"](x), lambda: table.update(op=second.apply), vector())
+
+    held = first
+
+    def change():
+        nonlocal held
+        held = second
+
+    assert_follows(lambda x: held.apply(x), change, vector())
+    assert_follows(
+        lambda x: first.apply(x), lambda: setattr(first, "backward", staticmethod(lambda ctx, grad: 5 * grad)), vector()
+    )
+
+
+def test_a_number_that_nothing_but_the_program_counts_is_no_reason_to_compile_again():
+    counter = types.SimpleNamespace(step=0)
+    apply = sine().apply
+
+    def program(x):
+        return apply(x)
+
+    jitted = thunder.jit(program)
+    for step in range(3):
+        counter.step = step
+        jitted(vector())
+    assert thunder.cache_misses(jitted) == 1
+
+
+# ------------------------------------------------------------------------------------------------------- side effects
+
+
+@pytest.mark.parametrize("kind", ["namespace", "slots", "deque", "class", "module", "dict", "backward"])
+def test_what_forward_and_backward_change_in_python_changes_at_every_call(kind):
+    class Slots:
+        __slots__ = ("count",)
+
+    class Counter:
+        count = 0
+
+    def build():
+        state = {"namespace": types.SimpleNamespace(count=0), "slots": Slots(), "deque": deque(), "dict": {}}.get(kind)
+        if kind == "slots":
+            state.count = 0
+        if kind in ("class", "backward"):
+            state = type("Fresh", (Counter,), {"count": 0})
+        if kind == "module":
+            state = nn.Module()
+            state.count = 0
+
+        def count():
+            if kind == "deque":
+                state.append(1)
+                return len(state)
+            if kind == "dict":
+                state["n"] = state.get("n", 0) + 1
+                return state["n"]
+            state.count += 1
+            return state.count
+
+        def forward(ctx, x):
+            return x * (2 if kind == "backward" else count())
+
+        def backward(ctx, grad):
+            return 100 * grad * (count() if kind == "backward" else 1)
+
+        return function(forward, backward).apply
+
+    eager, jitted = build(), thunder.jit(build())
+    for _ in range(3):
+        torch.testing.assert_close(jitted(vector()), eager(vector()))
+        assert_equal(gradients(jitted, vector()), gradients(eager, vector()))
+
+
+def test_looking_at_a_call_draws_no_numbers_and_writes_to_no_tensor():
+    def build():
+        table, generator = torch.zeros(4, dtype=torch.float64), torch.Generator().manual_seed(3)
+
+        def forward(ctx, x):
+            table.add_(1)
+            ctx.noise = torch.randn(4, generator=generator, dtype=x.dtype) + random.random()
+            return x * table + ctx.noise
+
+        return function(forward, lambda ctx, grad: 100 * grad * ctx.noise).apply
+
+    eager, jitted = build(), thunder.jit(build())
+    found = []
+    for run in (eager, jitted):
+        random.seed(5)
+        for _ in range(2):
+            found.append((run(vector()), *gradients(run, vector())))
+    for got, expected in zip(found[2:], found[:2], strict=True):
+        assert_equal(got, expected)
+
+
+def test_a_tensor_that_forward_puts_on_a_module_is_there_afterwards():
+    class Keeps(nn.Module):
+        def forward(self, x):
+            return keep.apply(x, self)
+
+    def forward(ctx, x, module):
+        module.last = x * 3
+        return x * 2
+
+    keep = function(forward, lambda ctx, grad: (100 * grad, None))
+    module = Keeps()
+    jitted = thunder.jit(module)
+    for factor in (1.0, 2.0):
+        x = (vector() * factor).detach().requires_grad_()
+        jitted(x)
+        torch.testing.assert_close(module.last.detach(), 3 * x.detach())
