@@ -233,18 +233,20 @@ def _():
     return lambda x: F.apply(x)[1], (vector(),)
 
 
-@case("`boxed_grads_call`, `clear_saved_tensors_on_access` as class attributes")
-def _():
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * 2
+if hasattr(torch.autograd.Function, "boxed_grads_call"):  # torch 2.13
 
-    def backward(ctx, grads):
-        (x,) = ctx.saved_tensors
-        return 100 * grads.pop() * x
+    @case("`boxed_grads_call`, `clear_saved_tensors_on_access` as class attributes")
+    def _():
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * 2
 
-    F = function(forward, backward, boxed_grads_call=True, clear_saved_tensors_on_access=True)
-    return F.apply, (vector(),)
+        def backward(ctx, grads):
+            (x,) = ctx.saved_tensors
+            return 100 * grads.pop() * x
+
+        F = function(forward, backward, boxed_grads_call=True, clear_saved_tensors_on_access=True)
+        return F.apply, (vector(),)
 
 
 group = "Forms of a Function"

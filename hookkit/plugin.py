@@ -12,6 +12,7 @@ import attrs
 import thunder
 import thunder.plugins
 import torch
+import torch._dynamo
 import torch.utils.checkpoint
 from thunder import clang
 from thunder.core import interpreter, jit_ext
@@ -21,6 +22,7 @@ from thunder.core.module import ThunderModule
 from thunder.core.proxies import NumberProxy, TensorProxy
 from thunder.executors.torch_autograd import ThunderFunction
 from thunder.transforms import autodiff
+from torch.autograd.function import FunctionCtx
 
 from hookkit import compat
 from hookkit.engine import caching, connection, corrections, differentiation, gradflow, modules, mutation, operations
@@ -154,6 +156,9 @@ def _patches() -> list[Patch]:
         Patch(thunder, "insert_alias_updates", partial(functionalise_program, thunder.insert_alias_updates)),
         Patch(thunder, "connect_to_autograd", partial(connection.connect, thunder.connect_to_autograd)),
         Patch(thunder.plugins.names_to_plugins, "hookkit", Plugin),
+        # Dynamo takes it for an attribute of ctx and forgets it, so that zeros come where the Function wants None. What
+        # it may not trace it leaves to eager PyTorch: the Function then runs between two compiled graphs.
+        Patch(FunctionCtx, "set_materialize_grads", torch._dynamo.disable(FunctionCtx.set_materialize_grads)),
         Patch(ThunderFunction, "backward", staticmethod(partial(connection.backward, ThunderFunction.backward))),
     ]
     lookasides = jit_ext._general_jit_lookaside_map

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -147,6 +148,9 @@ def _take_over(
         kwargs=kwargs,
         grad_mode=bool(get_compile_data().is_grad_enabled),
     )
+    misfit = _misfit(call)
+    if misfit is not None:
+        return raise_in_program(misfit)
     # A rule's own provider may call what it stands for; a Function may apply itself to something else.
     token = _running.set((*_running.get(), (rule, call.callable)) if call.function is None else _running.get())
     caching.note_call(invocation.subject if call.function is not None else rule.forward)
@@ -160,6 +164,18 @@ def _take_over(
         return raise_in_program(error)
     finally:
         _running.reset(token)
+
+
+def _misfit(call: Call) -> TypeError | None:
+    """What Python raises for arguments that what is called cannot take, or None."""
+    signature = signature_of(call.callable) if call.function is None and inspect.isfunction(call.callable) else None
+    if signature is None:
+        return None
+    try:
+        signature.bind(*call.args, **call.kwargs)
+    except TypeError as error:
+        return TypeError(f"{call.name}() {error}")
+    return None
 
 
 def _run(invocation: Invocation, record: records.CallRecord) -> Any:

@@ -614,7 +614,13 @@ def _from_meta_function(
     with FakeTensorMode(allow_non_fake_inputs=True):
         args, kwargs = fill(operator.arguments, [_example(p, None) for p in slots])
         leading = (invocation.call,) if invocation.rule.pass_call else ()
-        output = provider(*leading, *args, **kwargs)
+        try:
+            output = provider(*leading, *args, **kwargs)
+        except Exception as error:
+            raise MetaError(
+                f"the meta function of the rule {invocation.rule.name} raised {type(error).__name__}: {error} for "
+                f"{invocation.call}; it must return the outputs' metadata for these arguments"
+            ) from error
         marked: set[int] = set()
         if isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], Residuals):
             output, residuals = output
