@@ -23,7 +23,17 @@ from hookkit.engine.opaque import record_constant
 from hookkit.engine.tracing import raise_in_program
 from hookkit.errors import HookError
 
-__all__ = ["DECISIONS", "broadcast", "checkpoint", "compare", "inference_mode", "keys_count", "of_known_value", "proxify", "torch_dtype"]
+__all__ = [
+    "DECISIONS",
+    "broadcast",
+    "checkpoint",
+    "compare",
+    "inference_mode",
+    "keys_count",
+    "of_known_value",
+    "proxify",
+    "torch_dtype",
+]
 
 
 def torch_dtype(tensor: Any) -> torch.dtype:
@@ -113,8 +123,8 @@ def checkpoint(stock: Callable[..., Any], function: Any, *args: Any, **kwargs: A
     if reentrant is not None and reentrant.value:
         return raise_in_program(
             HookError(
-                "torch.utils.checkpoint with use_reentrant=True is not supported in a program compiled by thunder; pass "
-                "use_reentrant=False, whose gradients are the same"
+                "torch.utils.checkpoint with use_reentrant=True is not supported in a program compiled by thunder; "
+                "pass use_reentrant=False, whose gradients are the same"
             )
         )
     options = {k: v for k, v in kwargs.items() if k in inspect.signature(stock).parameters}

@@ -15,6 +15,7 @@ from typing import Any
 import attrs
 import torch
 from thunder.core.interpreter import interpreter_needs_wrap
+from thunder.core.jit_ext import record_source_loc_in_symbol_header
 from thunder.core.langctxs import Languages, resolve_language, resolve_method
 from thunder.core.proxies import TensorProxy
 
@@ -68,7 +69,9 @@ def method_lookup(function: Any, args: tuple[Any, ...]) -> Callable[..., Any] | 
     if function is not TensorProxy.__getattr__:
         return None
     if args[1].value in _LAYOUT and records.inside_a_call():
-        return partial(raise_in_program, HookError(f"{args[1].value}() of a tensor is not known while a call is traced"))
+        return partial(
+            raise_in_program, HookError(f"{args[1].value}() of a tensor is not known while a call is traced")
+        )
     method = getattr(torch.Tensor, args[1].value, None)
     if not callable(method) or not registry.matching(method, None):
         return None
@@ -100,4 +103,6 @@ def _bound_method(tensor: Any, name: str) -> Any:
 
 def fallback_of(function: Any) -> Callable[..., Any] | None:
     """What calls a looked-up method that no rule took."""
-    return interpreter_needs_wrap(function) if type(function) is TensorMethod else None
+    return (
+        interpreter_needs_wrap(record_source_loc_in_symbol_header(function)) if type(function) is TensorMethod else None
+    )
