@@ -3,7 +3,7 @@
 The operator has had two forms, told apart by the keywords that are given. Until torch 2.9 it was ``fwd(ctx, *args) ->
 (output, saved)`` and ``bwd(ctx, *grads, *saved)``, with ``args_tensor_mask``, and the first ``sum(args_tensor_mask)``
 arguments got gradients. Later there is no ctx on either side, and ``saved_for_backward_idx``.
-Both: torch/_functorch/autograd_function.py, ``AutogradFunctionApply``.
+Both forms: the class ``AutogradFunctionApply`` in torch.
 """
 
 from __future__ import annotations
