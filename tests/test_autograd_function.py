@@ -80,6 +80,14 @@ def test_ctx_keeps_a_closure_over_an_intermediate():
     assert_same(function(forward, lambda ctx, grad: ctx.pull(grad)).apply, vector())
 
 
+def test_saved_tensors_are_not_there_before_forward_has_ended():
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * (2 + len(ctx.saved_tensors))
+
+    assert_same(function(forward, lambda ctx, grad: 100 * grad * len(ctx.saved_tensors)).apply, vector())
+
+
 def test_ctx_keeps_dataclasses_named_tuples_and_partials_of_tensors():
     @dataclasses.dataclass
     class State:
@@ -253,7 +261,7 @@ def test_an_application_inside_generators_comprehensions_and_reduce():
     def program(x, y):
         rows = torch.stack([apply(row) for row in x.unbind(0)])
         pair = tuple(apply(t) for t in (x, y))
-        return (*pair, functools.reduce(lambda a, b: a + apply(b), [x, y, x * 2]), rows)
+        return *pair, functools.reduce(lambda a, b: a + apply(b), [x, y, x * 2]), rows
 
     assert_same(program, vector(), vector())
 
@@ -718,3 +726,54 @@ def test_a_tensor_that_forward_puts_on_a_module_is_there_afterwards():
         x = (vector() * factor).detach().requires_grad_()
         jitted(x)
         torch.testing.assert_close(module.last.detach(), 3 * x.detach())
+
+
+# -------------------------------------------------------------------------------------------------------- known to fail
+
+
+@pytest.mark.xfail(strict=True, reason="the backward is interpreted when the program is traced, with what it sees then")
+def test_a_backward_sees_what_the_program_changes_after_the_call():
+    def program(x):
+        factor = 2.0
+
+        class Late(Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x * 2
+
+            @staticmethod
+            def backward(ctx, grad):
+                return 100 * grad * factor
+
+        y = Late.apply(x)
+        factor = 3.0
+        return y * factor
+
+    assert_same(program, vector())
+
+
+@pytest.mark.xfail(strict=True, reason="an iterator that forward advances cannot be put back, nor seen to have moved")
+def test_an_iterator_that_forward_advances_goes_on():
+    def build():
+        steps = itertools.count(1)
+        return function(lambda ctx, x: x * next(steps), lambda ctx, grad: 100 * grad).apply
+
+    eager, jitted = build(), thunder.jit(build())
+    for _ in range(2):
+        torch.testing.assert_close(jitted(vector()), eager(vector()))
+
+
+@pytest.mark.xfail(strict=True, reason="a compiled program cannot make a buffer from outside a part of its graph")
+def test_a_buffer_returned_as_dirty_requires_grad_afterwards():
+    def forward(ctx, x, buffer):
+        buffer.add_(x)
+        ctx.mark_dirty(buffer)
+        return x * 2, buffer
+
+    apply = function(forward, lambda ctx, g, h: (100 * g, None)).apply
+    found = []
+    for run in (apply, thunder.jit(apply)):
+        buffer = torch.zeros(4, dtype=torch.float64)
+        run(vector(), buffer)
+        found.append(buffer.requires_grad)
+    assert found[1] == found[0]

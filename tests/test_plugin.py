@@ -1,92 +1,194 @@
-"""hookkit.plugin: what is installed into thunder, and that all of it is taken out again."""
+"""hookkit.plugin: what it puts into thunder, and that all of it goes again."""
 
-import sys
-from types import ModuleType
-
+import pytest
 import thunder
 import torch
-from agreement import assert_agrees
+from thunder.core import interpreter, jit_ext
+from thunder.core.proxies import NumberProxy, TensorProxy
+from thunder.executors.torch_autograd import ThunderFunction
+from thunder.transforms import autodiff
+from torch.autograd import Function
 
 import hookkit
 from hookkit import plugin
 
-MISSING = object()
 
-
-def holders():
-    """What hookkit replaces something in, once each."""
-    return {id(p.holder): p.holder for p in plugin._patches()}.values()
-
-
-def contents(holder):
-    """Everything that a module, class or dict holds, by name."""
-    return dict(holder) if isinstance(holder, dict) else dict(vars(holder))
-
-
-def modules_of_thunder():
-    """All attributes of all modules of thunder that are imported."""
-    return {
-        name: dict(vars(module))
-        for name, module in list(sys.modules.items())
-        if name.partition(".")[0] == "thunder" and isinstance(module, ModuleType)
-    }
-
-
-class Cube(torch.autograd.Function):
+class Scaled(Function):
     @staticmethod
     def forward(ctx, x):
         ctx.save_for_backward(x)
-        return x**3
+        return x.sin()
 
     @staticmethod
     def backward(ctx, grad):
-        return 100 * grad * ctx.saved_tensors[0]
+        (x,) = ctx.saved_tensors
+        return 100 * grad * x
 
 
-def test_disable_leaves_everything_that_was_touched_as_it_was():
+def program(x):
+    return Scaled.apply(x) * 2
+
+
+def vector():
+    return torch.linspace(0.5, 2, 4, requires_grad=True)
+
+
+HOLDERS = [
+    thunder,
+    thunder.clang,
+    jit_ext,
+    jit_ext.JitCtx,
+    interpreter,
+    interpreter.MappingKeysView,
+    autodiff,
+    TensorProxy,
+    NumberProxy,
+    ThunderFunction,
+    thunder.ThunderModule,
+    torch,
+    torch.Tensor,
+    torch.autograd.Function,
+    torch.autograd.function.FunctionCtx,
+    torch.utils.checkpoint,
+]
+TABLES = {
+    "lookasides": jit_ext._general_jit_lookaside_map,
+    "interpreter's lookasides": interpreter._default_lookaside_map,
+    "operations": thunder.torch._torch_to_thunder_function_map,
+    "plugins": thunder.plugins.names_to_plugins,
+    "gradients": thunder.core.transforms.augmented_forward_impls,
+}
+
+
+def snapshot():
+    """Every attribute of what hookkit touches, and every entry of thunder's tables, by identity."""
+    found = {(str(h), name): value for h in HOLDERS for name, value in vars(h).items() if name != "__warningregistry__"}
+    return found | {(table, key): value for table, entries in TABLES.items() for key, value in entries.items()}
+
+
+def executors():
+    return (
+        [e.name for e in thunder.get_default_executors()],
+        [e.name for e in thunder.get_always_executors()],
+        sorted(map(str, thunder.get_all_executors())),
+    )
+
+
+def difference(before, after):
+    missing = object()
+    return [k for k in before | after if before.get(k, missing) is not after.get(k, missing)]
+
+
+@pytest.fixture
+def disabled():
     hookkit.disable()
-    touched = list(holders())
-    before, modules = [contents(h) for h in touched], modules_of_thunder()
+    yield
     hookkit.enable()
-    assert any(contents(h) != b for h, b in zip(touched, before, strict=True))
+
+
+def test_disable_takes_out_everything_that_enable_put_in(disabled):
+    before, known = snapshot(), executors()
+    hookkit.enable()
+    patched = difference(before, snapshot())
+    assert len(patched) >= len([p for p in plugin._installed if not isinstance(p.holder, dict)])
+    thunder.jit(program)(vector()).sum().backward()
     hookkit.disable()
-    for holder, was in zip(touched, before, strict=True):
-        now = contents(holder)
-        assert {k for k in was.keys() | now.keys() if now.get(k, MISSING) is not was.get(k, MISSING)} == set()
-    after = modules_of_thunder()
-    for name, was in modules.items():
-        changed = {k for k in was.keys() | after[name].keys() if after[name].get(k, MISSING) is not was.get(k, MISSING)}
-        assert changed == set(), name
+    assert difference(before, snapshot()) == []
+    assert executors() == known
 
 
-def test_enabling_twice_is_enabling_once():
+def test_every_patch_is_of_a_thing_that_the_snapshot_covers(disabled):
     hookkit.enable()
+    for patch in plugin._installed:
+        assert any(patch.holder is holder for holder in (*HOLDERS, *TABLES.values())), patch.key
+
+
+def test_enable_and_disable_are_the_same_twice_as_once(disabled):
+    before = snapshot()
+    hookkit.disable()
+    assert difference(before, snapshot()) == []
     hookkit.enable()
-    installed = list(plugin._installed)
-    assert len({(id(p.holder), p.key) for p in installed}) == len(installed)
+    once = snapshot()
+    hookkit.enable()
+    assert difference(once, snapshot()) == []
+    assert hookkit.is_enabled()
+    hookkit.disable()
     hookkit.disable()
     assert not hookkit.is_enabled()
+    assert difference(before, snapshot()) == []
 
 
-def test_executors_of_the_users_keep_working_with_traced_and_opaque_calls():
-    class Opaque(Cube):
+def test_an_exception_while_tracing_leaves_thunder_as_it_was():
+    class Fails(Function):
         @staticmethod
         def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return torch.from_numpy(x.detach().numpy() ** 3)
+            raise ValueError("no")
 
-    hookkit.rule(Opaque, mode="opaque").meta(lambda x: torch.empty_like(x))
-    x = torch.randn(4, requires_grad=True)
-    for function in (Cube, Opaque):
-        jitted = thunder.jit(lambda x, f=function: f.apply(x) + 1, executors=["torch"])
+    before = snapshot()
+    with pytest.raises(ValueError, match="no"):
+        thunder.jit(Fails.apply)(vector())
+    assert difference(before, snapshot()) == []
+    x = vector()
+    thunder.jit(program)(x).sum().backward()
+    torch.testing.assert_close(x.grad, 200 * x.detach())
+
+
+@pytest.mark.parametrize(
+    "chosen", [[], ["torch"], [thunder.pytorch_executor], None], ids=["none", "by name", "torch", "default"]
+)
+def test_the_users_choice_of_executors_keeps_working(chosen):
+    jitted = thunder.jit(program, executors=chosen)
+    x = vector()
+    y = jitted(x)
+    y.sum().backward()
+    torch.testing.assert_close(y, program(vector()))
+    torch.testing.assert_close(x.grad, 200 * x.detach())
+
+
+def test_an_executor_of_the_users_own_claims_operations_inside_a_function():
+    executor = thunder.extend.OperatorExecutor("doubting", version="0.1")
+    calls = []
+
+    def sine(x):
+        calls.append(1)
+        return torch.sin(x)
+
+    operator = executor.register_operator("doubting_sin", like=thunder.torch.sin, fn=sine)
+    executor.register_implementation(thunder.torch.sin, operator)
+    thunder.extend.register_executor(executor)
+    try:
+        jitted = thunder.jit(program, executors=[executor, *thunder.get_default_executors()])
+        x = vector()
         jitted(x).sum().backward()
-        torch.testing.assert_close(x.grad, 100 * x.detach())
-        x.grad = None
+        assert calls
+        torch.testing.assert_close(x.grad, 200 * x.detach())
+    finally:
+        thunder.extend.deregister_executor(executor)
 
 
-def test_thunder_compile_takes_hookkit_as_a_plugin():
-    assert thunder.plugins.get_plugin("hookkit") is plugin.Plugin
+def test_a_program_compiled_with_the_rules_still_runs_when_they_are_out(disabled):
+    hookkit.enable()
+    jitted = thunder.jit(program)
+    jitted(vector())
     hookkit.disable()
-    plugin.Plugin().setup_executors()
-    assert hookkit.is_enabled()
-    assert_agrees(lambda x: Cube.apply(x) * 2, torch.randn(3, requires_grad=True))
+    x = vector()
+    jitted(x).sum().backward()
+    assert x.grad is not None
+    hookkit.enable()
+    x = vector()
+    jitted(x).sum().backward()
+    torch.testing.assert_close(x.grad, 200 * x.detach())
+
+
+def test_programs_without_calls_that_a_rule_takes_have_stocks_trace(disabled):
+    def plain(x):
+        return (x.sin() * 2).sum() + x[0]
+
+    def traced():
+        jitted = thunder.jit(plain)
+        jitted(vector())
+        return str(thunder.last_traces(jitted)[0])
+
+    stock = traced()
+    hookkit.enable()
+    assert traced() == stock

@@ -15,6 +15,7 @@ from typing import Any
 import attrs
 import torch
 from thunder.core.interpreter import interpreter_needs_wrap
+from thunder.core.jit_ext import record_source_loc_in_symbol_header
 from thunder.core.langctxs import Languages, resolve_language, resolve_method
 from thunder.core.proxies import TensorProxy
 
@@ -102,4 +103,6 @@ def _bound_method(tensor: Any, name: str) -> Any:
 
 def fallback_of(function: Any) -> Callable[..., Any] | None:
     """What calls a looked-up method that no rule took."""
-    return interpreter_needs_wrap(function) if type(function) is TensorMethod else None
+    return (
+        interpreter_needs_wrap(record_source_loc_in_symbol_header(function)) if type(function) is TensorMethod else None
+    )

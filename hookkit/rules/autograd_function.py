@@ -28,7 +28,6 @@ class Context:
 
     def save_for_backward(self, *tensors: Any) -> None:
         """Keep tensors for backward; the last call wins."""
-        self.saved_tensors = tensors
         self.to_save = tensors
 
     def save_for_forward(self, *tensors: Any) -> None:
@@ -58,6 +57,7 @@ def autograd_function(call: hookkit.Call, *args: Any) -> Any:
     else:
         output = function.forward(*args)
         function.setup_context(ctx, args, output)
+    ctx.saved_tensors = getattr(ctx, "to_save", ())
     if isinstance(output, tuple):
         output = tuple(output)
     return output, hookkit.mark(

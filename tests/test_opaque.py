@@ -1,0 +1,302 @@
+"""Opaque calls: one operator in the trace, run by PyTorch; chosen by mode, or where a call cannot be traced."""
+
+import gc
+import warnings
+import weakref
+
+import numpy as np
+import pytest
+import thunder
+import torch
+from torch.autograd import Function
+
+import hookkit
+from hookkit.testing import assert_same
+
+quiet = pytest.mark.filterwarnings("ignore::hookkit.errors.OpaqueFallbackWarning", "ignore::hookkit.errors.MetaWarning")
+
+
+def vector(*shape, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(len(shape))
+    return torch.randn(*(shape or (4,)), generator=generator, dtype=dtype).requires_grad_()
+
+
+def function(forward, backward, **members):
+    named = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type("F", (Function,), {**named, **members})
+
+
+def numpy_sine(factor=100):
+    """A Function that leaves torch, so that it cannot be traced."""
+
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return torch.from_numpy(np.sin(x.detach().numpy()))
+
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return factor * grad * x
+
+    return function(forward, backward)
+
+
+# --------------------------------------------------------------------------------------------------- mode="opaque"
+
+
+def cube(x, scale=1.0):
+    return x**3 * scale
+
+
+def test_a_rule_without_providers_runs_its_target_and_pytorch_differentiates_it():
+    rule = hookkit.rule(cube, mode="opaque")
+    jitted = assert_same(lambda x: cube(x, scale=2.0) + cube(x), vector())
+    names = [b.sym.name for b in thunder.last_traces(jitted)[0].bound_symbols]
+    assert {"cube", "cube_1"} <= set(names)
+    rule.unregister()
+
+
+def test_providers_of_an_opaque_rule_get_tensors_and_keep_what_they_save():
+    @hookkit.rule(cube, mode="opaque")
+    def opaque_cube(x, scale=1.0):
+        assert type(x) is torch.Tensor or isinstance(x, torch.Tensor)
+        return x**3 * scale, hookkit.save(x=x, scale=scale, note="kept")
+
+    @opaque_cube.backward
+    def _(saved, grad):
+        assert saved.note == "kept"
+        return {"x": 100 * grad * saved.x * saved.scale}
+
+    reference = function(
+        lambda ctx, x: (ctx.save_for_backward(x), x**3 * 2.0)[1],
+        lambda ctx, grad: 100 * grad * ctx.saved_tensors[0] * 2.0,
+    )
+    assert_same(lambda x: cube(x, 2.0), vector(), reference=reference.apply)
+
+
+def test_a_function_is_made_opaque_by_a_rule_in_force():
+    doubled = function(lambda ctx, x: x * 2, lambda ctx, grad: 100 * grad)
+    with hookkit.use(hookkit.rule(doubled, mode="opaque", register=False)):
+        jitted = assert_same(doubled.apply, vector())
+        assert "opaque" in str(hookkit.report(jitted))
+
+
+@quiet
+def test_mode_trace_refuses_what_cannot_be_traced():
+    def plain(x):
+        return x * 2
+
+    @hookkit.rule(plain, mode="trace")
+    def traced(x):
+        return torch.from_numpy(np.sin(x.detach().numpy()))
+
+    with pytest.raises(hookkit.UntraceableError, match="mode="):
+        thunder.jit(plain)(vector())
+
+
+# -------------------------------------------------------------------------------------------------------- the fallback
+
+
+def test_the_fallback_warns_once_for_each_function_and_gives_the_reason():
+    sine = numpy_sine()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for shape in ((4,), (2, 3)):
+            thunder.jit(sine.apply)(vector(*shape))
+    found = [w for w in caught if issubclass(w.category, hookkit.OpaqueFallbackWarning)]
+    assert len(found) == 1
+    assert "opaque" in str(found[0].message)
+
+
+@quiet
+def test_both_branches_on_values_are_taken_at_run_time():
+    def forward(ctx, x):
+        ctx.positive = bool(x.sum() > 0)
+        return x.sin() if ctx.positive else x.cos()
+
+    program = function(forward, lambda ctx, grad: 100 * grad if ctx.positive else -grad).apply
+    jitted = thunder.jit(program)
+    for sign in (1, -1, 1):
+        found = []
+        for run in (program, jitted):
+            x = (torch.ones(3) * sign).requires_grad_()
+            y = run(x)
+            y.sum().backward()
+            found.append((y.detach(), x.grad))
+        torch.testing.assert_close(found[1], found[0])
+
+
+@quiet
+def test_a_backward_that_looks_at_values_is_run_by_pytorch():
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        if torch.isnan(grad).any():
+            raise FloatingPointError("nan")
+        return grad * (100 if x.sum().item() > 0 else -100)
+
+    program = function(lambda ctx, x: (ctx.save_for_backward(x), x * 2)[1], backward).apply
+    assert_same(program, vector())
+    x = vector()
+    y = thunder.jit(program)(x)
+    with pytest.raises(FloatingPointError, match="nan"):
+        y.backward(torch.full_like(y, float("nan")))
+
+
+@quiet
+def test_an_exception_at_run_time_reaches_the_caller_and_the_next_call_works():
+    def forward(ctx, x):
+        if bool((x < 0).any()):
+            raise ValueError("negative")
+        return x.sqrt()
+
+    program = function(forward, lambda ctx, grad: 100 * grad).apply
+    jitted = thunder.jit(lambda x: program(x) * 2)
+    jitted(torch.ones(3, requires_grad=True))
+    with pytest.raises(ValueError, match="negative"):
+        jitted(-torch.ones(3).requires_grad_())
+    torch.testing.assert_close(jitted(torch.ones(3, requires_grad=True)), 2 * torch.ones(3))
+
+
+@quiet
+def test_numbers_shapes_and_flags_are_followed_from_call_to_call():
+    def forward(ctx, x, k):
+        ctx.k, ctx.needs = k, ctx.needs_input_grad[0]
+        return torch.from_numpy(x.detach().numpy() * k * (2 if ctx.needs else 3))
+
+    program = function(forward, lambda ctx, grad: (100 * grad * ctx.k, None)).apply
+    jitted = thunder.jit(lambda x, k: program(x, k) + x)
+    for shape, k, needed in (((4,), 2, True), ((2, 3), 2, False), ((4,), 2.5, True), ((4,), 2, False), ((4,), 2, True)):
+        found = []
+        for run in (lambda x, k: program(x, k) + x, jitted):
+            x = vector(*shape).detach().requires_grad_(needed)
+            y = run(x, k)
+            if needed:
+                y.sum().backward()
+            found.append((y.detach(), y.requires_grad, x.grad))
+        torch.testing.assert_close(found[1], found[0])
+
+
+@quiet
+def test_gradients_beside_arguments_that_are_no_tensors_go_to_the_right_ones():
+    def forward(ctx, scale, x, option, y):
+        ctx.save_for_backward(x, y)
+        return torch.from_numpy(x.detach().numpy() * y.detach().numpy()) * scale(1.0)
+
+    def backward(ctx, grad):
+        x, y = ctx.saved_tensors
+        return None, 100 * grad * y, None, 3 * (grad * x).sum(0)
+
+    apply = function(forward, backward).apply
+    assert_same(lambda x, y: apply(lambda v: 2 * v, x, "option", y), vector(3, 4), vector())
+
+
+# --------------------------------------------------------------------------------------------- random numbers, autocast
+
+
+@quiet
+def test_random_numbers_are_those_of_eager():
+    def forward(ctx, x):
+        noise = torch.from_numpy(torch.randn(x.shape).numpy()) + float(np.random.rand())
+        ctx.save_for_backward(noise)
+        return x + noise
+
+    program = function(forward, lambda ctx, grad: 100 * grad * ctx.saved_tensors[0]).apply
+    found = []
+    for run in (program, thunder.jit(program)):
+        torch.manual_seed(3)
+        np.random.seed(3)
+        found.append([run(vector(dtype=torch.float32)).detach() for _ in range(3)])
+    torch.testing.assert_close(found[1], found[0])
+
+
+@quiet
+@pytest.mark.parametrize("where", ["around the program", "inside the program", "inside the function"])
+def test_autocast_is_in_force_where_it_is_in_eager(where):
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        x = torch.from_numpy(x.detach().numpy().copy())
+        if where == "inside the function":
+            with torch.autocast("cpu", torch.bfloat16):
+                return x @ w
+        return x @ w
+
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return 100 * (grad.float() @ w.t()), x.t() @ grad.float()
+
+    apply = function(forward, backward).apply
+
+    def program(x, w):
+        if where == "inside the program":
+            with torch.autocast("cpu", torch.bfloat16):
+                return apply(x, w)
+        return apply(x, w)
+
+    found = []
+    for run in (program, thunder.jit(program)):
+        x, w = vector(3, 4, dtype=torch.float32), vector(4, 5, dtype=torch.float32)
+        with torch.autocast("cpu", torch.bfloat16, enabled=where == "around the program"):
+            y = run(x, w)
+        y.float().sum().backward()
+        found.append((y.detach(), x.grad, w.grad))
+    torch.testing.assert_close(found[1], found[0])
+    assert found[1][0].dtype is torch.bfloat16
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+
+
+@quiet
+def test_what_ctx_keeps_dies_with_the_backward():
+    class Kept:
+        pass
+
+    seen = []
+
+    def forward(ctx, x):
+        ctx.kept = Kept()
+        seen.append(weakref.ref(ctx.kept))
+        return torch.from_numpy(np.sin(x.detach().numpy()))
+
+    jitted = thunder.jit(function(forward, lambda ctx, grad: 100 * grad).apply)
+    for _ in range(3):
+        y = jitted(vector())
+        y.sum().backward()
+        del y
+    gc.collect()
+    assert [r for r in seen if r() is not None] == []
+
+
+@quiet
+def test_what_ctx_keeps_dies_with_an_output_that_is_never_differentiated():
+    seen = []
+
+    def forward(ctx, x):
+        ctx.table = torch.zeros(3)
+        seen.append(weakref.ref(ctx.table))
+        return torch.from_numpy(np.sin(x.detach().numpy()))
+
+    jitted = thunder.jit(function(forward, lambda ctx, grad: 100 * grad).apply)
+    for _ in range(3):
+        y = jitted(vector())
+        del y
+    gc.collect()
+    assert [r for r in seen if r() is not None] == []
+
+
+@quiet
+def test_a_compiled_program_and_its_function_can_be_collected():
+    def build():
+        sine = numpy_sine()
+
+        def program(x):
+            return sine.apply(x) * 2
+
+        jitted = thunder.jit(program)
+        jitted(vector()).sum().backward()
+        return weakref.ref(sine), weakref.ref(jitted)
+
+    function_, jitted = build()
+    for _ in range(3):
+        gc.collect()
+    assert jitted() is None
+    assert function_() is None
