@@ -261,6 +261,8 @@ def _dispatch(
     found = lookaside_for(callee, owner, args, kwargs)
     if found is not None:
         return found(*args, **kwargs)
+    if interpreter.is_opaque(callee):  # a C classmethod, for which thunder's own lookaside is not found
+        return jit_ext._general_jit_torch_autograd_function_apply_lookaside(owner, *args, **kwargs)
     rest = (owner, *args) if interpreter.unwrap(fn) is _function_apply else args
     return stock(compilectx, runtimectx, fn, *rest, **kwargs)
 

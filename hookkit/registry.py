@@ -383,6 +383,8 @@ def is_asked_about(callable_: Any) -> bool:
     if isinstance(callable_, types.WrapperDescriptorType | types.MethodDescriptorType | types.GetSetDescriptorType):
         callable_ = callable_.__objclass__
     module = getattr(callable_, "__module__", None)
+    if module is None and isinstance(owner := getattr(callable_, "__self__", None), type):
+        module = owner.__module__  # a C classmethod: Function.apply from torch 2.14
     if not isinstance(module, str):
         return False
     return module.partition(".")[0] not in _PLUMBING and module != "torch.nn.modules.module"

@@ -71,8 +71,15 @@ class Invocation:
 
     @property
     def subject(self) -> Any:
-        """What is remembered if the call cannot be traced: the rule, or the Function that runs itself under it."""
-        return self.call.function if self.call.function is not None and self.rule.opaque_callee else self.rule
+        """What is remembered if the call cannot be traced: the rule, or what runs under it.
+
+        That is the Function that runs itself, or the code that is handed to a rule for a higher-order operator.
+        """
+        if self.call.function is not None and self.rule.opaque_callee:
+            return self.call.function
+        if self.rule.pass_call and self.call.args and callable(self.call.args[0]):
+            return getattr(self.call.args[0], "__code__", self.call.args[0])
+        return self.rule
 
     @property
     def note(self) -> str:
