@@ -56,10 +56,7 @@ class Patch:
         """Put the value in place and keep what was there."""
         if isinstance(self.holder, dict):
             self.before = self.holder.get(self.key, _MISSING)
-            if self.value is _MISSING:
-                self.holder.pop(self.key, None)
-            else:
-                self.holder[self.key] = self.value
+            self.holder[self.key] = self.value
         else:
             self.before = self.holder.__dict__.get(self.key, _MISSING)
             setattr(self.holder, self.key, self.value)
