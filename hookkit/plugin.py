@@ -25,7 +25,17 @@ from thunder.transforms import autodiff
 from torch.autograd.function import FunctionCtx
 
 from hookkit import compat
-from hookkit.engine import caching, connection, corrections, differentiation, gradflow, modules, mutation, operations
+from hookkit.engine import (
+    caching,
+    connection,
+    corrections,
+    differentiation,
+    gradflow,
+    modules,
+    mutation,
+    operations,
+    shortcuts,
+)
 from hookkit.engine.calls import lookaside_for, trace_program
 from hookkit.engine.functionalise import functionalise_program
 from hookkit.engine.iteration import iterator_lookaside
@@ -135,10 +145,14 @@ def _patches() -> list[Patch]:
         )
     ]
     patches.append(Patch(thunder, "_get_cache_info", _cache_info(thunder._get_cache_info)))
+    handlers = interpreter._default_opcode_handler_map
     stock_inputs = jit_ext.get_computation_inputs_and_intermediates
     patches += [
         Patch(jit_ext, "get_computation_inputs_and_intermediates", partial(_inputs_and_intermediates, stock_inputs)),
         Patch(interpreter, "_call_dispatch", partial(_dispatch, interpreter._call_dispatch)),
+        Patch(interpreter, "globals_lookup", partial(shortcuts.look_up_global, interpreter.globals_lookup)),
+        Patch(interpreter, "_binary_op", partial(shortcuts.apply_operator, interpreter._binary_op)),
+        Patch(handlers, "UNPACK_SEQUENCE", partial(shortcuts.unpack_sequence, handlers["UNPACK_SEQUENCE"])),
         Patch(interpreter.MappingKeysView, "__len__", corrections.keys_count),
         Patch(TensorProxy, "__eq__", partialmethod(corrections.compare, TensorProxy.__eq__)),
         Patch(TensorProxy, "__ne__", partialmethod(corrections.compare, TensorProxy.__ne__)),
