@@ -21,6 +21,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 
 __all__ = [
     "active_measures",
+    "apply_of",
     "function_owner",
     "graph_is_kept",
     "higher_order_apply_targets",
@@ -175,6 +176,17 @@ def graph_is_kept() -> bool:
     if torch._C._current_graph_task_id() == -1:
         return False
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def apply_of(function: type[Function]) -> Callable[..., Any]:
+    """How PyTorch applies a Function to positional arguments that are complete, outside of functorch's transforms.
+
+    Up to torch 2.13 ``Function.apply`` is Python around a C method: it binds defaults for ``setup_context``, and asks
+    for the transforms. Where it is C itself this is that; then the probe can go.
+    """
+    if hasattr(Function.apply, "__func__"):
+        return super(Function, function).apply  # type: ignore[misc]
+    return function.apply  # type: ignore[no-any-return]
 
 
 class _Probe(Function):

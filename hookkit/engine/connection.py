@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from hookkit.engine import reach
-from hookkit.engine.eager import OpaqueState
 
 __all__ = ["Functions", "backward", "connect"]
 
@@ -37,7 +36,7 @@ def connect(stock: Callable[..., Any], **connection: Any) -> Any:
         **connection: its arguments.
     """
     others = connection["saved_other"]
-    names = next((o for o in others if isinstance(o, Functions)), None)
+    names = next((o for o in reversed(others) if isinstance(o, Functions)), None)
     if names is None:
         return stock(**connection)
     undefined: list[bool] = []
@@ -48,9 +47,6 @@ def connect(stock: Callable[..., Any], **connection: Any) -> Any:
     node = next((o.grad_fn for o in connection["flat_output"] if isinstance(o, torch.Tensor)), None)
     if node is None:
         return None
-    for state in others:
-        if isinstance(state, OpaqueState):
-            state.undefined = undefined
 
     def note(gradients: tuple[torch.Tensor | None, ...]) -> None:
         undefined[:] = [g is None for g in gradients]
@@ -67,7 +63,7 @@ def backward(stock: Callable[..., Any], ctx: Any, *gradients: Any) -> Any:
         ctx: its ctx.
         *gradients: its gradients.
     """
-    names = next((o for o in ctx.saved_other or () if isinstance(o, Functions)), None)
+    names = next((o for o in reversed(ctx.saved_other or ()) if isinstance(o, Functions)), None)
     if names is None:
         return stock(ctx, *gradients)
     with reach.running(names.undefined):

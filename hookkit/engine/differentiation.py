@@ -206,7 +206,7 @@ def _take_cotangents(backward: Any, kept: list[int], extra: bool) -> None:
     consumed = {a.name for b in consuming for a in b.flat_proxy_args}
     for bsym in backward.bound_symbols:
         if gradflow.is_opaque_backward(bsym):
-            operator = bsym._call_ctx[bsym.sym.name].__self__
+            operator = called(bsym)
             operator.program_outputs = {
                 i: places[a.name] for i, a in enumerate(bsym.args[1:]) if isinstance(a, Proxy) and a.name in places
             }

@@ -15,6 +15,7 @@ import attrs
 import torch
 
 from hookkit import compat
+from hookkit.engine import reach
 from hookkit.engine.eager import OpaqueState
 from hookkit.engine.tracing import add_note
 from hookkit.engine.values import PLAIN, Slot, broadcasts_to
@@ -31,16 +32,23 @@ class NodeState(OpaqueState):
         self.node = node
         self.call = call
         self.owner = owner  # what keeps the node from freeing what it saved
-        self.undefined = None
 
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor | None]:
         """The gradient of each input that needs one, by the input's index."""
         if any([g is None for g in gradients]):
             return self._through_engine(gradients)
+        return self.validated(self.apply(gradients))
+
+    def validated(self, found: tuple[Any, ...]) -> dict[int, torch.Tensor | None]:
+        """What the Function's backward returned as the engine would hand it on."""
+        return self.call.validated(self.node, found)
+
+    def apply(self, gradients: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
+        """What the Function's backward returns."""
         node = self.node
         result = node.apply(*gradients)
         node.maybe_clear_saved_tensors()  # unless the graph is kept
-        return self.call.validated(node, result if isinstance(result, tuple) else (result,))
+        return result if isinstance(result, tuple) else (result,)
 
     def _through_engine(self, gradients: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor | None]:
         """Let the engine decide what undefined gradients become."""
@@ -103,9 +111,9 @@ class DirectCall:
             note: what is added to an exception that the Function raises (PEP 678).
             refuse: called with an output that is not as the metadata says.
         """
-        template, tensors, apply = self.arguments, self.tensors, self.function.apply
+        template, tensors, apply = self.arguments, self.tensors, compat.apply_of(self.function)
         expected = [(m.shape, m.dtype, m.device) for m in metadata]
-        count, parameter = len(expected), torch.nn.Parameter
+        count, parameter, tensor_type = len(expected), torch.nn.Parameter, torch.Tensor
         owner_of = torch.autograd.graph.get_gradient_edge if compat.nodes_need_owners() else None
         set_grad_mode, grad_mode = torch._C._set_grad_enabled, torch.is_grad_enabled
 
@@ -113,11 +121,13 @@ class DirectCall:
             args = list(template)
             for index, place, needed in tensors:
                 value = values[index]
-                if needed:
-                    if not (value.requires_grad and type(value) is parameter):
+                if value.requires_grad:
+                    if not needed:
+                        value = value.detach()
+                    elif type(value) is not parameter:
                         value = value.detach().requires_grad_()
-                elif value.requires_grad:
-                    value = value.detach()
+                elif needed:
+                    value = value.detach().requires_grad_()
                 args[place] = value
             before = grad_mode()
             set_grad_mode(True)
@@ -132,16 +142,57 @@ class DirectCall:
             if type(outputs) is not tuple or len(outputs) != count:
                 refuse(output)
             node = getattr(outputs[0], "grad_fn", None)
-            for tensor, (shape, dtype, device) in zip(outputs, expected, strict=True):
-                fits = isinstance(tensor, torch.Tensor) and tensor.grad_fn is node
-                if not fits or tensor.shape != shape or tensor.dtype is not dtype or tensor.device != device:
-                    refuse(output)
             if node is None:
                 refuse(output)
-            owner = owner_of(outputs[0]) if owner_of is not None else None
-            return (*[t.detach() for t in outputs], NodeState(node, self, owner))
+            results: list[Any] = []
+            for tensor, (shape, dtype, device) in zip(outputs, expected):  # noqa: B905 (as many as counted above)
+                fits = isinstance(tensor, tensor_type) and tensor.grad_fn is node
+                if not fits or tensor.shape != shape or tensor.dtype is not dtype or tensor.device != device:
+                    refuse(output)
+                results.append(tensor.detach())
+            results.append(NodeState(node, self, owner_of(outputs[0]) if owner_of is not None else None))
+            return tuple(results)
 
         return forward
+
+    def backward_operator(
+        self, inputs: dict[int, Any], backward: Callable[..., tuple[Any, ...]], note: str
+    ) -> Callable[..., tuple[Any, ...]]:
+        """What the backward operator does at run time, as one closure.
+
+        Args:
+            inputs: by index of each slot that gets a gradient its shape, dtype and device, in order.
+            backward: what it does where gradients are undefined, or do not fit as they are.
+            note: what is added to an exception that the Function raises.
+        """
+        place_of = dict(self.places)
+        wanted = [(place_of[i], m.shape, m.dtype, m.device) for i, m in inputs.items()]
+        rest = [p for p in range(len(self.arguments)) if p not in {place for place, *_ in wanted}]
+        count, tensor_type = len(self.arguments), torch.Tensor
+
+        def direct_backward(state: Any, *gradients: Any) -> tuple[Any, ...]:
+            if type(state) is not NodeState or reach.undefined_outputs():
+                return backward(state, *gradients)
+            for gradient in gradients:
+                if gradient is None:
+                    return backward(state, *gradients)
+            try:
+                found = state.apply(gradients)
+            except Exception as error:
+                add_note(error, note)
+                raise
+            fitting: list[Any] = []
+            if len(found) == count and all([found[place] is None for place in rest]):
+                for place, shape, dtype, device in wanted:
+                    g = found[place]
+                    if not isinstance(g, tensor_type) or g.shape != shape or g.dtype is not dtype or g.device != device:
+                        break
+                    fitting.append(g)
+                else:
+                    return tuple(fitting)
+            return backward(state, found=found)
+
+        return direct_backward
 
     def keeps_its_inputs(self, node: Any, values: Sequence[torch.Tensor]) -> bool:
         """Whether the node keeps every tensor that it needs a gradient for, so that handing it on keeps no more."""

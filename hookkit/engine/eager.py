@@ -60,12 +60,9 @@ class Autocast:
 
 
 class OpaqueState:
-    """What an opaque call keeps for its backward; ``undefined`` says which of the program's outputs nothing used."""
+    """What an opaque call keeps for its backward."""
 
-    __slots__ = ("__weakref__", "undefined")
-
-    def __init__(self) -> None:
-        self.undefined: list[bool] | None = None
+    __slots__ = ("__weakref__",)
 
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor | None]:
         """The gradient of each input that needs one, by the input's index; None where there is none."""
@@ -84,7 +81,6 @@ class EagerState(OpaqueState):
         entered: the indices of the inputs that came in through the border node.
         leaves: the parameters that were handed on as they are.
         anchor: what makes the border node require grad.
-        undefined: in a backward, which outputs of the whole program have no gradient.
     """
 
     edges: list[Any]
@@ -92,7 +88,6 @@ class EagerState(OpaqueState):
     entered: list[int]
     leaves: dict[int, torch.Tensor]
     anchor: torch.Tensor | None
-    undefined: list[bool] | None = None
 
     def saved_bytes(self) -> int | None:
         """How much the graph keeps in tensors, each storage once; None if a node does not tell."""

@@ -26,10 +26,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from hookkit.engine import gradflow
-from hookkit.engine.direct import DirectCall
+from hookkit.engine.direct import DirectCall, NodeState
 from hookkit.engine.eager import Autocast, EagerResult, OpaqueState, fill, provider_callee, run_eagerly, split_tensors
 from hookkit.engine.effects import Generators, State, WritesUndone
-from hookkit.engine.reach import none_used
+from hookkit.engine.reach import none_used, undefined_outputs
 from hookkit.engine.symbols import make_symbol, symbol_name
 from hookkit.engine.traced import Invocation
 from hookkit.engine.tracing import Raised, add_note
@@ -190,17 +190,33 @@ class OpaqueCall:
             f"{self.description} returned a tensor that does not require grad, although its metadata said so"
         )
 
-    def backward(self, state: OpaqueState | None, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward_operator(self) -> Callable[..., tuple[Any, ...]]:
         """What the backward operator does at run time."""
+        if self.direct is not None:
+            return self.direct.backward_operator(self.inputs, self.backward, self.note)
+        return self.backward
+
+    def backward(
+        self, state: OpaqueState | None, *gradients: torch.Tensor | None, found: tuple[Any, ...] | None = None
+    ) -> tuple[torch.Tensor | None, ...]:
+        """What the backward operator does at run time, for any callee.
+
+        Args:
+            state: what the forward operator returned.
+            *gradients: for each output that requires grad its gradient.
+            found: what the Function's backward returned, if it has run.
+        """
         assert self.expected is not None
         if state is None:
             raise MetaError(f"{self.description} returned no tensor that requires grad, although its metadata said so")
-        if none_used(self.reach):
+        undefined, places = undefined_outputs(), self.program_outputs
+        if undefined and none_used(self.reach):
             return self._filled({})
-        undefined, places = state.undefined, self.program_outputs
         if undefined and places:
             gradients = tuple(None if i in places and undefined[places[i]] else g for i, g in enumerate(gradients))
         try:
+            if isinstance(state, NodeState) and found is not None:
+                return self._filled(state.validated(found))
             return self._filled(state.backward(gradients))
         except Exception as error:
             add_note(error, self.note)
@@ -432,6 +448,8 @@ def _gradient_transform(
     assert expected is not None
     operator.inputs = {i: TensorMetadata.of_proxy(slots[i]) for i in expected.gradients}
 
+    run_backward = operator.backward_operator()
+
     def transform(*args: Any) -> Any:
         results = symbol(*args)
         *outputs, state = results
@@ -440,8 +458,9 @@ def _gradient_transform(
         def meta(*_: Any) -> tuple[TensorProxy, ...]:
             return tuple(TensorProxy(like=args[i], requires_grad=False) for i in expected.gradients)
 
+        meta.operator = operator  # type: ignore[attr-defined]
         backward = make_symbol(
-            executor, f"{name}_backward", meta, operator.backward, kind=gradflow.OPAQUE_BACKWARD, is_prim=True
+            executor, f"{name}_backward", meta, run_backward, kind=gradflow.OPAQUE_BACKWARD, is_prim=True
         )
         backward_results = backward(state, *gradients)
         for index, gradient in zip(expected.gradients, backward_results, strict=True):

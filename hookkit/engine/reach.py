@@ -17,7 +17,7 @@ from thunder.core.proxies import Proxy, TensorProxy
 
 from hookkit.engine.gradflow import changes_in_place
 
-__all__ = ["metadata_of", "none_used", "reach_of_calls", "running", "used_or_zeros"]
+__all__ = ["metadata_of", "none_used", "reach_of_calls", "running", "undefined_outputs", "used_or_zeros"]
 
 Reach = frozenset[int]
 
@@ -60,11 +60,16 @@ def reach_of_calls(trace: Any, outputs: Sequence[Any]) -> tuple[dict[int, Reach]
 @contextmanager
 def running(undefined: Sequence[bool]) -> Iterator[None]:
     """The time in which the backward of a program runs, some of whose outputs have no gradient."""
-    before, _running.undefined = _running.undefined, undefined
+    before, _running.undefined = _running.undefined, undefined if any(undefined) else ()
     try:
         yield
     finally:
         _running.undefined = before
+
+
+def undefined_outputs() -> Sequence[bool]:
+    """For each of the program's outputs whether it has no gradient in the backward that runs; empty if all have one."""
+    return _running.undefined
 
 
 def none_used(reach: Reach | None) -> bool:

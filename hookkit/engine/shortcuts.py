@@ -1,8 +1,8 @@
 """What thunder's interpreter does by interpreting Python code of its own, done at once while a provider runs.
 
-A global, an operator on a tensor, a tuple taken apart: thunder interprets a function of several lines for each, and most
-of the time that a small Function takes to trace goes there. What comes out is the same value with the same provenance.
-The program around the calls that hookkit takes over is interpreted as thunder does it.
+A global, an operator on a tensor, a tuple taken apart: thunder interprets a function of several lines for each, and
+most of the time that a small Function takes to trace goes there. What comes out is the same value with the same
+provenance. The program around the calls that hookkit takes over is interpreted as thunder does it.
 """
 
 from __future__ import annotations
