@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         TargetWarning,
         UntraceableError,
     )
+    from hookkit.modes import mode
     from hookkit.registry import rules
     from hookkit.reporting import explain, report
     from hookkit.residuals import mark, save
@@ -57,6 +58,7 @@ __all__ = [
     "explain",
     "is_enabled",
     "mark",
+    "mode",
     "report",
     "rule",
     "rules",
@@ -82,6 +84,7 @@ _MODULES = {
         "TargetWarning",
         "UntraceableError",
     ),
+    "modes": ("mode",),
     "registry": ("rules",),
     "reporting": ("explain", "report"),
     "residuals": ("mark", "save"),

@@ -185,8 +185,8 @@ def apply_of(function: type[Function]) -> Callable[..., Any]:
     for the transforms. Where it is C itself this is that; then the probe can go.
     """
     if hasattr(Function.apply, "__func__"):
-        return super(Function, function).apply  # type: ignore[misc]
-    return function.apply  # type: ignore[no-any-return]
+        return super(Function, function).apply  # type: ignore[no-any-return, misc]
+    return function.apply
 
 
 class _Probe(Function):

@@ -40,13 +40,7 @@ class ConflictError(RegistrationError):
 
 
 class UntraceableError(HookError):
-    """A call cannot be traced, and its rule does not allow it to run opaque (``mode="trace"``).
-
-    Attributes:
-        lasting: whether other calls of the same callable cannot be traced either.
-    """
-
-    lasting = True
+    """A call cannot be traced, and its mode (``"trace"``) does not allow it to run opaque."""
 
 
 class GradientError(HookError):

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from hookkit import modes
 from hookkit.call import Call, Source
 from hookkit.errors import ConflictError, PluginWarning, RegistrationError
 from hookkit.targets import (
@@ -123,7 +124,7 @@ def _rank(entry: Entry) -> tuple[int, int, int]:
     return entry[0]
 
 
-_fingerprints: dict[tuple[int, ...], int] = {}
+_fingerprints: dict[tuple[int | str, ...], int] = {}
 _fingerprint_numbers = itertools.count(1)
 
 
@@ -308,9 +309,11 @@ class Registry:
         return tables if scope is None else scope.tables(tables)
 
     def fingerprint(self) -> int:
-        """A number that differs between contexts in which different rules are in force."""
+        """A number that differs between contexts in which different rules, or modes, are in force."""
         self.load()
-        return self.current().fingerprint
+        rules = self.current().fingerprint
+        how = modes.fingerprint()
+        return rules if how == ("auto", 0) else _fingerprints.setdefault((rules, *how), next(_fingerprint_numbers))
 
     def matching(self, callable_: Callable[..., Any], function: type[Any] | None) -> bool:
         """Whether any rule could take a call, judged by what is called alone; quick."""

@@ -13,13 +13,14 @@ import attrs
 
 from hookkit.call import Call, Source
 from hookkit.errors import HookError, RegistrationError
+from hookkit.modes import Mode, check_mode
+from hookkit.modes import scope as mode_scope
 from hookkit.registry import registry
 from hookkit.targets import Target, describe_callable, is_lambda, make_target, place_of, signature_of
 
 __all__ = ["Rule", "rule", "use"]
 
 Provider = TypeVar("Provider", bound=Callable[..., Any])
-Mode = Literal["auto", "trace", "opaque"]
 Track = Literal["tree", "positional"]
 
 _serials = itertools.count(1)
@@ -325,8 +326,7 @@ def rule(
         ...     return {"x": grad * (saved.s + saved.x * saved.s * (1 - saved.s))}
         >>> swish_rule.unregister()
     """
-    if mode not in ("auto", "trace", "opaque"):
-        raise RegistrationError(f'mode={mode!r}; expected "auto", "trace" or "opaque"')
+    check_mode(mode)
     if track not in ("tree", "positional"):
         raise RegistrationError(f'track={track!r}; expected "tree" or "positional"')
     if not isinstance(priority, int):
@@ -367,7 +367,7 @@ def rule(
 
 
 @contextlib.contextmanager
-def use(*added: Rule, without: Iterable[Rule] = ()) -> Iterator[None]:
+def use(*added: Rule, without: Iterable[Rule] = (), mode: Mode | None = None) -> Iterator[None]:
     """Put rules in force, or out of force, for the programs that are traced inside a ``with`` block.
 
     Scopes nest, and belong to the thread or asyncio task that opened them. Rules are bound when a program is traced. A
@@ -377,9 +377,11 @@ def use(*added: Rule, without: Iterable[Rule] = ()) -> Iterator[None]:
     Args:
         *added: rules that win over all others inside the block; they need not be registered.
         without: rules that are out of force inside the block.
+        mode: the mode of all calls inside the block that neither their rule nor :func:`hookkit.mode` gives one:
+            ``"trace"`` makes a fallback to an opaque operator an error, ``"opaque"`` does not try to trace.
 
     Raises:
-        RegistrationError: if something given is not a rule.
+        RegistrationError: if something given is not a rule, or the mode is none.
         ConflictError: if two rules of those added have the same target and priority.
 
     Example:
@@ -399,7 +401,7 @@ def use(*added: Rule, without: Iterable[Rule] = ()) -> Iterator[None]:
             raise RegistrationError(
                 f"hookkit.use(...) takes rules, got {given!r}; a rule is what hookkit.rule(...) returns"
             )
-    with registry.scope(added, left_out):
+    with registry.scope(added, left_out), mode_scope(mode):
         yield
 
 

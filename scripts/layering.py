@@ -26,7 +26,7 @@ ORDER = [
     ["engine/"],
     ["rule.py"],
     ["registry.py"],
-    ["targets.py"],
+    ["targets.py", "modes.py"],
     ["call.py"],
     ["residuals.py"],
     ["compat.py"],

@@ -54,6 +54,7 @@ HOLDERS = [
 TABLES = {
     "lookasides": jit_ext._general_jit_lookaside_map,
     "interpreter's lookasides": interpreter._default_lookaside_map,
+    "interpreter's instructions": interpreter._default_opcode_handler_map,
     "operations": thunder.torch._torch_to_thunder_function_map,
     "plugins": thunder.plugins.names_to_plugins,
     "gradients": thunder.core.transforms.augmented_forward_impls,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
@@ -24,13 +23,16 @@ from hookkit.engine.traced import Invocation, bind_call, trace_call
 from hookkit.engine.tracing import Raised, add_note, raise_in_program, user_source
 from hookkit.engine.values import unwrap_arguments
 from hookkit.errors import HookError, UntraceableError
+from hookkit.modes import ModeInForce, mode_in_force
 from hookkit.registry import registry
 from hookkit.rule import Rule
 from hookkit.targets import signature_of
 
 __all__ = ["lookaside_for", "trace_program"]
 
-_untraceable: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+# What cannot be traced in the program that is being traced, and why: callables (a Function, say) and single calls, by
+# their keys in ``hookkit.engine.replay``.
+_untraceable: ContextVar[dict[Any, str]] = ContextVar("hookkit_untraceable")
 _running: ContextVar[tuple[tuple[Rule, Any], ...]] = ContextVar("hookkit_running_rules", default=())
 
 
@@ -89,16 +91,41 @@ def trace_program(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         *args: its arguments.
         **kwargs: its options.
     """
+    untraceable: dict[Any, str] = {}
     while True:
+        token = _untraceable.set(untraceable)
         try:
             with caching.tracing(*args[:3]), current_buffers(args[0]):
                 return stock(*args, **kwargs)
         except Retrace as again:
-            if isinstance(again.subject, Rule) and again.subject.mode == "trace":
-                raise UntraceableError(f"the rule {again.subject.name} cannot be traced: {again.reason}") from None
-            if again.subject in _untraceable:
-                raise HookError(f"{again.subject}: {again.reason}") from None
-            _untraceable[again.subject] = again.reason
+            subject, reason = again.subject, again.reason
+            mode = _mode(subject, None) if isinstance(subject, Rule) else mode_in_force(_function(subject))
+            if mode.mode == "trace":
+                raise UntraceableError(
+                    f'{_in_words(subject)} cannot be traced: {reason}\nIts mode is "trace" by {mode.said_by}.'
+                ) from None
+            if subject in untraceable:
+                raise HookError(f"{_in_words(subject)}: {reason}") from None
+            untraceable[subject] = reason
+        finally:
+            _untraceable.reset(token)
+
+
+def _mode(rule: Rule, function: type[Any] | None) -> ModeInForce:
+    """The mode of a call that a rule takes."""
+    if rule.mode != "auto":
+        return ModeInForce(rule.mode, f"the rule {rule.name} (declared at {rule.declared_at})")
+    return mode_in_force(function)
+
+
+def _function(subject: Any) -> type[Any] | None:
+    return subject if isinstance(subject, type) else None
+
+
+def _in_words(subject: Any) -> str:
+    if isinstance(subject, Rule):
+        return f"the rule {subject.name}"
+    return getattr(subject, "__qualname__", None) or getattr(subject, "co_qualname", None) or str(subject)
 
 
 def _positional(owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -139,6 +166,10 @@ def _take_over(
 ) -> Any:
     rule = record.rule
     assert rule is not None
+    try:
+        mode = _mode(rule, call.function)
+    except HookError as error:
+        return raise_in_program(error)
     invocation = Invocation(
         rule=rule,
         call=call,
@@ -147,6 +178,7 @@ def _take_over(
         args=args,
         kwargs=kwargs,
         grad_mode=bool(get_compile_data().is_grad_enabled),
+        mode=mode,
     )
     misfit = _misfit(call)
     if misfit is not None:
@@ -180,13 +212,12 @@ def _misfit(call: Call) -> TypeError | None:
 
 def _run(invocation: Invocation, record: records.CallRecord) -> Any:
     rule, call = invocation.rule, invocation.call
-    subject = invocation.subject
-    reason = _why_opaque(invocation)
+    trace = get_jit_ctx().computation_trace
+    key = replay.key_of(invocation)
+    reason = _why_opaque(invocation, key)
     if reason is not None:
         record.became("opaque", reason)
         return opaque.opaque_call(invocation, None)
-    trace = get_jit_ctx().computation_trace
-    key = replay.key_of(invocation)
     earlier = replay.find(trace, key)
     if earlier is not None:
         record.became("traced")
@@ -205,7 +236,7 @@ def _run(invocation: Invocation, record: records.CallRecord) -> Any:
             replay.remember(trace, key, invocation, composite, returned, everything)
         return bind_call(invocation, composite, returned)
     except Raised as raised:
-        if rule.mode == "trace" and isinstance(raised.error, HookError):
+        if invocation.mode.mode == "trace" and isinstance(raised.error, HookError):
             raise
         error = raised.error
     except HookError as refused:
@@ -215,20 +246,23 @@ def _run(invocation: Invocation, record: records.CallRecord) -> Any:
     outside.restore()
     generators.restore()
     guards.drop_uncheckable(guarded)
-    result = opaque.fall_back(invocation, error, _untraceable)
-    record.became("opaque", _untraceable[subject])
+    result, reason = opaque.fall_back(invocation, error)
+    _untraceable.get()[key] = reason
+    record.became("opaque", reason)
     return result
 
 
-def _why_opaque(invocation: Invocation) -> str | None:
+def _why_opaque(invocation: Invocation, key: Any) -> str | None:
     """Why a call is made opaque without trying to trace it, or None."""
-    rule = invocation.rule
-    if rule.mode == "opaque":
+    mode = invocation.mode.mode
+    if mode == "opaque":
         return 'mode="opaque"'
-    if rule.mode == "auto":
-        if invocation.subject in _untraceable:
-            return _untraceable[invocation.subject]
-        if rule.opaque_callee and get_compile_data().autocast_stack.stack:
+    if mode == "auto":
+        untraceable = _untraceable.get()
+        reason = untraceable.get(invocation.subject) or untraceable.get(key)
+        if reason is not None:
+            return reason
+        if invocation.rule.opaque_callee and get_compile_data().autocast_stack.stack:
             # thunder casts fewer operations than PyTorch, and custom_fwd and custom_bwd ask PyTorch for its state
             return "autocast is on"
     return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -88,6 +89,7 @@ class Expected:
         gradients: the indices of arguments that get a gradient.
         views: the places of outputs that share memory with an argument that is not changed.
         saved_bytes: how much PyTorch keeps for the backward; None if that is not known.
+        without_data: what the call raised on tensors without data, if it was run on example values instead.
     """
 
     structure: Any
@@ -100,6 +102,7 @@ class Expected:
     direct: bool = False
     saved_bytes: int | None = None
     is_tuple: bool = False
+    without_data: BaseException | None = None
 
 
 @attrs.define(eq=False)
@@ -293,6 +296,15 @@ def opaque_call(invocation: Invocation, pending: BaseException | None) -> Any:
     trace = jit.computation_trace
     operator, slots = _operator(invocation)
     operator.expected = expected = _find_metadata(invocation, operator, slots, pending)
+    if expected.without_data is not None:
+        warnings.warn(
+            f"the metadata of {invocation.call} was found by running it on example values, because without data it "
+            f"raised {type(expected.without_data).__name__}; declare a meta function to avoid that: rule = "
+            "hookkit.rule(target, mode='opaque'), then @rule.meta",
+            MetaWarning,
+            stacklevel=2,
+        )
+        expected.without_data = None  # its traceback holds what the run made
     if not expected.direct:
         operator.direct = None
     name = symbol_name(trace, invocation.name)
@@ -347,37 +359,40 @@ def record_constant(tensor: torch.Tensor) -> TensorProxy:
             trace.pop_scope()
 
 
-def fall_back(invocation: Invocation, error: BaseException, memory: Any) -> Any:
+def fall_back(invocation: Invocation, error: BaseException) -> tuple[Any, str]:
     """Make a call opaque that could not be traced, or raise what it raises in eager PyTorch too.
 
     Args:
         invocation: the call.
         error: why it could not be traced.
-        memory: where it is kept that what is called cannot be traced.
+
+    Returns:
+        The wrapped result of the call, and the reason in words.
 
     Raises:
         Raised: with the user's own exception.
-        UntraceableError: if the rule does not allow a call to be opaque.
+        UntraceableError: if the mode does not allow the call to be opaque.
     """
-    rule, call = invocation.rule, invocation.call
+    call = invocation.call
     reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300] if str(error).strip() else ''}"
-    if rule.mode == "trace":
+    if invocation.mode.mode == "trace":
         operator, slots = _operator(invocation)
         _find_metadata(invocation, operator, slots, error)
         raise UntraceableError(
-            f"{call} cannot be traced: {reason}\nThe rule {rule.name} (declared at {rule.declared_at}) has "
-            'mode="trace"; mode="auto" lets the call run as one opaque operator.'
+            f"{call} cannot be traced: {reason}\n"
+            f'Its mode is "trace" by {invocation.mode.said_by}; "auto" lets it run as one opaque operator.'
         ) from error
     result = opaque_call(invocation, error)
-    subject = invocation.subject
-    if not getattr(error, "lasting", True):
-        return result
-    if subject not in memory:
-        memory[subject] = reason
+    warned_of = _warned_of.setdefault(invocation.subject, set())
+    if reason not in warned_of:
+        warned_of.add(reason)
         warnings.warn(
             f"{call} cannot be traced and runs as one opaque operator: {reason}", OpaqueFallbackWarning, stacklevel=2
         )
-    return result
+    return result, reason
+
+
+_warned_of: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
 
 def _operator(invocation: Invocation) -> tuple[OpaqueCall, list[Proxy]]:
@@ -531,13 +546,7 @@ def _find_metadata(
             f"{second.tensors} for another; thunder needs it before the program runs. Declare a meta function with a "
             "bound, or leave the call outside the compiled program."
         )
-    warnings.warn(
-        f"the metadata of {invocation.call} was found by running it on example values, because without data it raised "
-        f"{type(without_data).__name__}; declare a meta function to avoid that: rule = hookkit.rule(target, "
-        "mode='opaque'), then @rule.meta",
-        MetaWarning,
-        stacklevel=2,
-    )
+    first.without_data = without_data
     return first
 
 

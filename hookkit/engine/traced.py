@@ -35,6 +35,7 @@ from hookkit.engine.values import (
     wrap_result,
 )
 from hookkit.errors import GradientError, UntraceableError
+from hookkit.modes import ModeInForce
 from hookkit.residuals import Residuals
 from hookkit.rule import Rule
 
@@ -53,6 +54,7 @@ class Invocation:
         args: wrapped positional arguments.
         kwargs: wrapped keyword arguments.
         grad_mode: whether grad mode is on around the call.
+        mode: whether it is traced, opaque, or either, and who says so.
     """
 
     rule: Rule
@@ -62,6 +64,7 @@ class Invocation:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     grad_mode: bool
+    mode: ModeInForce
 
     @property
     def name(self) -> str:
