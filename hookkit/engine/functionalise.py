@@ -185,11 +185,11 @@ def _changed_symbol(trace: Any, executor: Any) -> Any:
 def _as(value: Any, like: TensorProxy) -> TensorProxy:
     """The written value in the shape and dtype of the tensor that it is written to."""
     if not isinstance(value, TensorProxy):
-        return clang.full(like.shape, value, device=like.device, dtype=like.dtype)  # type: ignore[no-any-return]
+        return clang.full(like.shape, value, device=like.device, dtype=like.dtype)
     new = clang.maybe_convert_to_dtype(value, like.dtype)
     if tuple(new.shape) != tuple(like.shape):
         new = clang.expand(new, like.shape)
-    return prims.shallow_copy(value) if new is value else new  # type: ignore[no-any-return]
+    return prims.shallow_copy(value) if new is value else new
 
 
 def _recorded(trace: Any, result: list[Any], operation: Callable[..., Any], *args: Any) -> Any:

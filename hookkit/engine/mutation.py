@@ -76,9 +76,9 @@ def check(trace: Any) -> None:
 
 def _lost_gradient(bsym: Any) -> HookError:
     return HookError(
-        f"{bsym.sym.name} changes a tensor that requires grad in place with grad mode off ({_place(bsym)}), and it is used "
-        "afterwards; thunder loses its gradient, eager PyTorch does not. Use the operation that returns a new tensor, or "
-        "change it outside the compiled program."
+        f"{bsym.sym.name} changes a tensor that requires grad in place with grad mode off ({_place(bsym)}), and it is "
+        "used afterwards; thunder loses its gradient, eager PyTorch does not. Use the operation that returns a new "
+        "tensor, or change it outside the compiled program."
     )
 
 
