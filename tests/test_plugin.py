@@ -193,3 +193,10 @@ def test_programs_without_calls_that_a_rule_takes_have_stocks_trace(disabled):
     stock = traced()
     hookkit.enable()
     assert traced() == stock
+
+
+def test_numel_is_known_under_the_cache_of_symbolic_values():
+    jitted = thunder.jit(lambda x: Scaled.apply(x.reshape([x.numel()])), cache="symbolic values")
+    x = torch.ones(2, 3, requires_grad=True)
+    jitted(x).sum().backward()
+    torch.testing.assert_close(x.grad, torch.full((2, 3), 100.0))

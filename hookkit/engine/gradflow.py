@@ -38,6 +38,7 @@ WHERE_USED = "hookkit.where_used."
 class _Flow:
     def __init__(self) -> None:
         self.flags: dict[str, bool] = {}
+        self.changed: dict[str, set[str]] = {}  # for each name of a tensor that was changed in place all its names
         self.seen: dict[int, int] = {}  # id of a scope's list -> how many of its symbols are accounted for
 
 
@@ -101,8 +102,12 @@ def _account(flow: _Flow, bsym: Any) -> None:
     for out in bsym.flat_proxy_outs:
         if isinstance(out, TensorProxy) and out.name not in names and out.name not in flow.flags:
             flow.flags[out.name] = any_requires and not detached and is_differentiable_dtype(out)
-    if any_requires and not detached and tensors and changes_in_place(bsym):
-        flow.flags[tensors[0].name] = True
+    if changes_in_place(bsym):
+        names = flow.changed.setdefault(tensors[0].name, {tensors[0].name})
+        names.update(o.name for o in bsym.flat_proxy_outs if isinstance(o, TensorProxy))
+        flow.changed.update(dict.fromkeys(names, names))
+        if any_requires and not detached:
+            flow.flags.update(dict.fromkeys(names, True))
 
 
 def changes_in_place(bsym: Any) -> bool:

@@ -43,15 +43,18 @@ def check(trace: Any) -> None:
     sharing = _Sharing()
     residuals: dict[str, Composite] = {}
     views: dict[str, str] = {}
+    cut: dict[str, Any] = {}  # inputs that were changed with grad mode off
     for bsym in trace.bound_symbols:
+        if any(gradflow.requires_grad(trace, o) for o in bsym.flat_proxy_outs if o.name not in cut):
+            for argument in bsym.flat_proxy_args:
+                if argument.name in cut:
+                    raise _lost_gradient(cut[argument.name])
         if changes_in_place(bsym):
             target = next(a for a in bsym.flat_proxy_args if isinstance(a, TensorProxy))
-            if cuts_gradient(trace, bsym, target) and target.history is None:
-                raise HookError(
-                    f"{bsym.sym.name} changes a tensor that requires grad in place with grad mode off "
-                    f"({bsym.source_filename}); thunder loses its gradient, eager PyTorch does not. Use the operation "
-                    "that returns a new tensor, or change it with grad mode on."
-                )
+            if cuts_gradient(trace, bsym, target):
+                if target.history is None:
+                    raise _lost_gradient(bsym)
+                cut.update(dict.fromkeys(sharing.group(target.name), bsym))
             for name in sharing.group(target.name):
                 if name in residuals:
                     call = residuals[name]
@@ -69,6 +72,14 @@ def check(trace: Any) -> None:
             residuals.update(dict.fromkeys(call.residual_names(), call))
         for name in getattr(call, "views", ()):
             views[name] = bsym.sym.name
+
+
+def _lost_gradient(bsym: Any) -> HookError:
+    return HookError(
+        f"{bsym.sym.name} changes a tensor that requires grad in place with grad mode off ({_place(bsym)}), and it is "
+        "used afterwards; thunder loses its gradient, eager PyTorch does not. Use the operation that returns a new "
+        "tensor, or change it outside the compiled program."
+    )
 
 
 def _refuse_changed_views(trace: Any) -> None:
