@@ -62,11 +62,43 @@ def differentiate(stock: Callable[..., Any], trace: Any) -> Any:
         call = called(trace.bound_symbols[place])
         if call is not None and len(reached) < sum(differentiable):
             call.reach = reached
+    _feed_undefined(trace, outputs)
     _keep_random_results(trace)
     _calls[get_compile_data()] = [b.sym.name for b in trace.bound_symbols if gradflow.is_explicit(b)]
     joint = stock(trace)
     _drop_undefined_gradients(joint)
     return joint
+
+
+def _feed_undefined(trace: Any, outputs: Any) -> None:
+    """Have the backwards of calls run whose outputs get no gradient, because what used them returned None for it.
+
+    PyTorch's engine runs every node that is connected to an output of the program, and a custom Function's gets zeros;
+    thunder leaves out what no gradient reaches. So the backward that returns None feeds zeros to the earlier call.
+    """
+    if any(map(gradflow.changes_in_place, trace.bound_symbols)):
+        return
+    defined = {o.name for o in outputs if gradflow.requires_grad(trace, o)}
+    undefined: dict[str, Any] = {}  # by tensor the call that returns None for its gradient
+    for bsym in reversed(trace.bound_symbols[:-1]):
+        reached = [o for o in bsym.flat_proxy_outs if o.name in defined or o.name in undefined]
+        reached = [o for o in reached if gradflow.requires_grad(trace, o)]
+        if not reached:
+            continue
+        sources = [undefined[o.name] for o in reached if o.name in undefined]
+        runs = any(o.name in defined for o in reached)
+        call = called(bsym) if gradflow.is_explicit(bsym) else None
+        if call is not None:
+            if not runs and call.runs_without_gradient:
+                sources[0].undefined.append(reached[0])
+                runs = True
+            call.is_fed_undefined = bool(sources)
+            sources = [call]
+        if runs:
+            defined.update(a.name for a in (bsym.flat_proxy_args if call is None else call.given_gradients(bsym.args)))
+        if sources:
+            tracked = [a for a in bsym.flat_proxy_args if gradflow.requires_grad(trace, a)]
+            undefined.update({a.name: sources[0] for a in tracked})
 
 
 def _keep_random_results(trace: Any) -> None:

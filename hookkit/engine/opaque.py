@@ -30,7 +30,7 @@ from hookkit.engine.direct import DirectCall
 from hookkit.engine.eager import Autocast, EagerResult, OpaqueState, fill, provider_callee, run_eagerly, split_tensors
 from hookkit.engine.effects import Generators, State, WritesUndone
 from hookkit.engine.reach import none_used
-from hookkit.engine.symbols import make_symbol, symbol_name
+from hookkit.engine.symbols import feed_undefined, make_symbol, symbol_name
 from hookkit.engine.traced import Invocation
 from hookkit.engine.tracing import Raised, add_note
 from hookkit.engine.values import PLAIN, Slot, is_differentiable_dtype, leaves, map_leaves, wrap_result
@@ -120,6 +120,9 @@ class OpaqueCall:
         inputs: the metadata of the slots that get a gradient.
         reach: to which of the program's outputs it leads, if not to all.
         handed_on: for each gradient whether the program's backward returns it as it is, which may be None.
+        undefined: outputs of earlier calls to whose backward this one feeds zeros, see ``feed_undefined``.
+        is_fed_undefined: whether another call returns None for the gradient of an output, so that its backward has to
+            run without any gradient, as in eager.
     """
 
     description: str
@@ -135,6 +138,14 @@ class OpaqueCall:
     inputs: dict[int, TensorMetadata] = attrs.field(factory=dict)
     reach: frozenset[int] | None = None
     handed_on: Sequence[bool] = ()
+    undefined: list[TensorProxy] = attrs.field(factory=list)
+    is_fed_undefined: bool = False
+    runs_without_gradient = True
+
+    def given_gradients(self, args: Sequence[Any]) -> list[Any]:
+        """Those of the operator's arguments that get a gradient."""
+        assert self.expected is not None
+        return [args[i] for i in self.expected.gradients]
 
     def run(self, values: Sequence[Any], copied: Sequence[int] = ()) -> EagerResult:
         """Call the callee with values in the places of the slots."""
@@ -146,6 +157,7 @@ class OpaqueCall:
             grad_mode=self.grad_mode,
             autocasts=self.autocasts,
             copied=copied,
+            with_root=self.is_fed_undefined,
         )
 
     @property
@@ -167,7 +179,8 @@ class OpaqueCall:
         """What the operator does at run time."""
         assert self.expected is not None
         if self.direct is not None:
-            return self.direct.operator(self.expected.tensors, self.expected.is_tuple, self.note, self._refuse)
+            metadata, is_tuple = self.expected.tensors, self.expected.is_tuple
+            return self.direct.operator(metadata, is_tuple, self.note, self._refuse, lambda: self.is_fed_undefined)
         return self.forward
 
     def forward(self, *values: Any) -> tuple[Any, ...]:
@@ -446,6 +459,7 @@ def _gradient_transform(
         backward_results = backward(state, *gradients)
         for index, gradient in zip(expected.gradients, backward_results, strict=True):
             prims.put_grad(args[index], gradient)
+        feed_undefined(operator.undefined)
         return results
 
     return transform
