@@ -289,7 +289,7 @@ def define(draw: Any, name: str, world: dict[str, Any], serials: Any) -> list[st
             after.lines.append(f"ctx.mark_dirty({dirty[0]})")
         saved = keep(after)
         # PyTorch lets a view of what is marked so, if that is itself a view of an argument, require grad.
-        given = [scope.names[n] for n in inputs]
+        given = [scope.names[n] for n in (*inputs, "x8", "x9") if n in scope.names]
         candidates = [o for o in outs if isinstance(after.names.get(o), torch.Tensor)]
         candidates = [o for o in candidates if o in inputs or not shares(after.names[o], given)]
         if candidates and not dirty and scope.chance(6):

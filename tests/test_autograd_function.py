@@ -217,6 +217,15 @@ def test_a_backward_runs_though_another_returned_none_for_its_output(mode, mater
             assert_equal(gradients(jitted, *inputs, used=used), gradients(program, *inputs, used=used))
 
 
+@pytest.mark.parametrize("mode", ["auto", "opaque"])
+def test_a_backward_whose_output_is_used_in_a_list_does_not_run(mode):
+    inner = function(lambda ctx, x: x * 2, lambda ctx, grad: 100 * grad + 7)
+    outer = function(lambda ctx, x, xs: x * xs[0], lambda ctx, grad: (10 * grad, None))
+    rules = [hookkit.rule(f, mode=mode, register=False) for f in (inner, outer)] if mode == "opaque" else []
+    with hookkit.use(*rules):
+        assert_same(lambda x, y: outer.apply(x, [inner.apply(y)]), vector(), vector())
+
+
 def test_outputs_require_grad_if_no_argument_gets_a_gradient():
     assert_same(function(lambda ctx, x, y: y * 2, lambda ctx, grad: (None, None)).apply, vector(), vector().detach())
 

@@ -119,10 +119,12 @@ class OpaqueCall:
         direct: the short way of the call, if it has one.
         inputs: the metadata of the slots that get a gradient.
         reach: to which of the program's outputs it leads, if not to all.
+        output_reach: the same for each output.
         handed_on: for each gradient whether the program's backward returns it as it is, which may be None.
         undefined: outputs of earlier calls to whose backward this one feeds zeros, see ``feed_undefined``.
         is_fed_undefined: whether another call returns None for the gradient of an output, so that its backward has to
             run without any gradient, as in eager.
+        is_function: whether the callee is the ``apply`` of a Function, which looks for tensors in its arguments only.
     """
 
     description: str
@@ -137,10 +139,17 @@ class OpaqueCall:
     direct: DirectCall | None = None
     inputs: dict[int, TensorMetadata] = attrs.field(factory=dict)
     reach: frozenset[int] | None = None
+    output_reach: Sequence[frozenset[int]] = ()
     handed_on: Sequence[bool] = ()
     undefined: list[TensorProxy] = attrs.field(factory=list)
     is_fed_undefined: bool = False
-    runs_without_gradient = True
+    is_function: bool = False
+
+    def tracked(self, args: Sequence[Any]) -> Sequence[Any]:
+        """Those of the operator's arguments that are edges of the autograd graph."""
+        if not self.is_function:
+            return args
+        return [args[a.index] for a in self.arguments[0] if isinstance(a, Slot)]
 
     def given_gradients(self, args: Sequence[Any]) -> list[Any]:
         """Those of the operator's arguments that get a gradient."""
@@ -213,6 +222,9 @@ class OpaqueCall:
         undefined, places = state.undefined, self.program_outputs
         if undefined and places:
             gradients = tuple(None if i in places and undefined[places[i]] else g for i, g in enumerate(gradients))
+        if undefined and self.output_reach:
+            reach = [r for r, d in zip(self.output_reach, self.expected.differentiable, strict=False) if d]
+            gradients = tuple(None if none_used(r) else g for r, g in zip(reach, gradients, strict=True))
         try:
             return self._filled(state.backward(gradients))
         except Exception as error:
@@ -404,9 +416,19 @@ def _operator(invocation: Invocation) -> tuple[OpaqueCall, list[Proxy]]:
         for device, dtype, enabled in get_compile_data().autocast_stack.stack
     )
     needs = tuple(gradflow.requires_grad(trace, p) for p in slots)
-    direct = DirectCall.of(call.function if rule.opaque_callee else None, arguments, needs)
-    note = invocation.note
-    return OpaqueCall(str(call), note, callee, arguments, needs, invocation.grad_mode, autocasts, direct=direct), slots
+    function = call.function if rule.opaque_callee else None
+    operator = OpaqueCall(
+        str(call),
+        invocation.note,
+        callee,
+        arguments,
+        needs,
+        invocation.grad_mode,
+        autocasts,
+        direct=DirectCall.of(function, arguments, needs),
+        is_function=function is not None,
+    )
+    return operator, slots
 
 
 def _torch_dtype(dtype: Any) -> torch.dtype:

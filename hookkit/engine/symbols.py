@@ -114,7 +114,8 @@ class Composite:
         wanted_name: the name before it was made unique in the trace.
         reach: to which of the program's outputs it leads, if not to all.
         executor: the executor of the program.
-        runs_without_gradient: whether its backward may run without any gradient: it gets zeros then.
+        materializes: whether its backward gets zeros for outputs without a gradient.
+        tracked_count: how many of the inputs, the first ones, are edges of the autograd graph.
         is_fed_undefined: whether another call returns None for the gradient of an output.
         undefined: outputs of earlier calls to whose backward this one feeds zeros, see ``feed_undefined``.
     """
@@ -133,13 +134,18 @@ class Composite:
     wanted_name: str = ""
     reach: frozenset[int] | None = None
     executor: Any = None
-    runs_without_gradient: bool = True
+    materializes: bool = True
+    tracked_count: int = 0
     is_fed_undefined: bool = False
     undefined: list[TensorProxy] = attrs.field(factory=list)
 
     def residual_names(self) -> set[str]:
         """The names of the tensors that the backward reads."""
         return {a.name for b in self.backward or () for a in b.flat_proxy_args}
+
+    def tracked(self, args: Sequence[Any]) -> Sequence[Any]:
+        """Those of the symbol's arguments that are edges of the autograd graph."""
+        return args[: self.tracked_count]
 
     def given_gradients(self, args: Sequence[Any]) -> list[Any]:
         """Those of the symbol's arguments that get a gradient."""

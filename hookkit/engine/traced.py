@@ -226,7 +226,7 @@ def _with_backward(
         outputs=tuple(outputs),
         forward=forward_symbols,
         subject=invocation.subject,
-        runs_without_gradient=residuals._marks.materialize_grads,
+        materializes=residuals._marks.materialize_grads,
     )
     differentiable = [o for o in outputs if isinstance(o, TensorProxy) and o.requires_grad]
     backward_symbols: list[Any] = []
@@ -248,6 +248,7 @@ def _with_backward(
     # Also those that get no gradient: where none does, the outputs require grad all the same.
     tracked = inputs if composite.backward is not None else []
     composite.inputs = tuple({p.name: p for p in (*tracked, *free)}.values())
+    composite.tracked_count = len(tracked)
     composite.input_gradients = tuple(gradients.get(p.name) for p in composite.inputs)
     composite.views = views_of_arguments(forward_symbols, outputs)
     if composite.backward is None:
