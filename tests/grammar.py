@@ -157,7 +157,8 @@ def statement(scope: Scope, kinds: list[str], templates: list[str], temporaries:
         scope.add(f"{new} = {a}", "for i in range(2):", f"    {new} = {step.replace('{a}', new)} + i")
     elif kind == "grad mode":
         mode = scope.pick(["torch.no_grad()", "torch.enable_grad()", "torch.set_grad_enabled(False)"])
-        scope.add(f"with {mode}:", f"    {new} = {scope.fill(scope.pick(templates))}")
+        # PyTorch lets a view that is made without grad mode require grad, and leads no gradient through it.
+        scope.add(f"with {mode}:", f"    {new} = {scope.fill(scope.pick([*SMOOTH, '{a} * {b}']))}")
     elif kind == "item":
         a = scope.pick(scope.tensors())
         scope.add(f"{new} = {a} * {scope.fill(scope.pick(['float({a}.sum())', '{a}.sum().item()']))}")
@@ -339,14 +340,18 @@ def returned(scope: Scope, inputs: list[str], dirty: list[str]) -> tuple[str, li
     second = named(scope, output())
     forms = [[first]] * 6
     forms += [[first, second]] * 3
-    forms += [[first, "None"], [first, "3"], [second, first, first], [first, f"[{second}]"], ["None", first]]
+    forms += [[first, "None"], [first, "3"], [second, first, first], ["None", first]]
+    listed = second if not shares(scope.names[second], [scope.names[i] for i in inputs]) else first
+    forms += [[first, f"[{listed}]"]]
     items = scope.draw(st.sampled_from(forms))
     if len(items) > 1:
         return f"({', '.join(items)})", items
     if scope.chance(6):
         return f"({first},)", items
     if not dirty and scope.chance(12):
-        other = scope.draw(st.sampled_from([f"[{first}, {second}]", f"{{'a': {first}}}", "None", "4"]))
+        free = [n for n in made if not shares(scope.names[n], [scope.names[i] for i in inputs])] or ["None"]
+        a, b = scope.pick(free), scope.pick(free)
+        other = scope.draw(st.sampled_from([f"[{a}, {b}]", f"{{'a': {a}}}", "None", "4"]))
         return other, [other]
     return first, items
 

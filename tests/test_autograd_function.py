@@ -226,6 +226,23 @@ def test_a_backward_whose_output_is_used_in_a_list_does_not_run(mode):
         assert_same(lambda x, y: outer.apply(x, [inner.apply(y)]), vector(), vector())
 
 
+def test_a_write_through_a_view_is_not_lost_where_gradients_are_computed():
+    def forward(ctx, x):
+        y = x.cos()
+        ctx.mark_non_differentiable(y)
+        return x.sin(), y
+
+    apply = function(forward, lambda ctx, grad, _: 100 * grad).apply
+
+    def program(x):
+        y, h = apply(x)
+        h = h * 2
+        h.view(-1).mul_(3)
+        return y, h
+
+    assert_same(program, vector())
+
+
 def test_outputs_require_grad_if_no_argument_gets_a_gradient():
     assert_same(function(lambda ctx, x, y: y * 2, lambda ctx, grad: (None, None)).apply, vector(), vector().detach())
 

@@ -197,6 +197,7 @@ def split(stock: Callable[..., Any], joint: Any) -> tuple[Any, Any]:
         for o in b.flat_proxy_outs
         if isinstance(o, TensorProxy) and RESIDUAL in o.tags and o.name in read
     }
+    residuals.update(_written(joint))
     for output in flat:
         residuals.pop(getattr(output, "name", None), None)
     if any(differentiable) and not any(g is not None for g in values["output"]):
@@ -215,6 +216,15 @@ def split(stock: Callable[..., Any], joint: Any) -> tuple[Any, Any]:
         _save_names(forward, names, _reach.pop(get_compile_data(), []))
     _take_cotangents(backward, kept, extra=bool(names))
     return forward, backward
+
+
+def _written(joint: Any) -> dict[str, Any]:
+    """What the forward writes in place, by name.
+
+    thunder's split drops a write into a view if nothing reads the view under the name that is written to.
+    """
+    forward = [b for b in joint.bound_symbols if BoundSymbolTag.BACKWARD not in b.tags]
+    return {b.output.name: b.output for b in forward if b.sym.name == "copy_"}
 
 
 def _functions(joint: Any) -> str:
