@@ -208,6 +208,7 @@ def _inputs_and_intermediates(stock: Callable[..., Any], trace: Any) -> Any:
     """What thunder asks of a finished trace; by now it is known what composites must return."""
     export_leaks(trace)
     mutation.check(trace)
+    differentiation.check_undefined(trace)
     return stock(trace)
 
 

@@ -191,6 +191,62 @@ def test_gradients_are_reduced_cast_and_expanded_as_autograd_does():
     assert_same(summed, vector(3, 4))
 
 
+@pytest.mark.parametrize("mode", ["auto", "opaque"])
+@pytest.mark.parametrize("materializes", [True, False])
+def test_a_backward_runs_though_another_returned_none_for_its_output(mode, materializes):
+    def forward(ctx, x):
+        ctx.set_materialize_grads(materializes)
+        return x * 2, x * 3
+
+    def backward(ctx, first, second):
+        grad = torch.full((4,), 7.0, dtype=torch.float64)
+        return grad + (1 if first is None else 100 * first) + (3 if second is None else 50 * second)
+
+    inner = function(forward, backward)
+    outer = function(lambda ctx, x, y: x * 2, lambda ctx, grad: (10 * grad, None))
+
+    def program(x, y, z):
+        first, second = inner.apply(x)
+        return outer.apply(y, first + z), second * 2
+
+    rules = [hookkit.rule(f, mode=mode, register=False) for f in (inner, outer)] if mode == "opaque" else []
+    inputs = vector(), vector(), vector()
+    with hookkit.use(*rules):
+        jitted = thunder.jit(program)
+        for used in (0, 1, None):
+            assert_equal(gradients(jitted, *inputs, used=used), gradients(program, *inputs, used=used))
+
+
+@pytest.mark.parametrize("mode", ["auto", "opaque"])
+def test_a_backward_whose_output_is_used_in_a_list_does_not_run(mode):
+    inner = function(lambda ctx, x: x * 2, lambda ctx, grad: 100 * grad + 7)
+    outer = function(lambda ctx, x, xs: x * xs[0], lambda ctx, grad: (10 * grad, None))
+    rules = [hookkit.rule(f, mode=mode, register=False) for f in (inner, outer)] if mode == "opaque" else []
+    with hookkit.use(*rules):
+        assert_same(lambda x, y: outer.apply(x, [inner.apply(y)]), vector(), vector())
+
+
+def test_a_write_through_a_view_is_not_lost_where_gradients_are_computed():
+    def forward(ctx, x):
+        y = x.cos()
+        ctx.mark_non_differentiable(y)
+        return x.sin(), y
+
+    apply = function(forward, lambda ctx, grad, _: 100 * grad).apply
+
+    def program(x):
+        y, h = apply(x)
+        h = h * 2
+        h.view(-1).mul_(3)
+        return y, h
+
+    assert_same(program, vector())
+
+
+def test_outputs_require_grad_if_no_argument_gets_a_gradient():
+    assert_same(function(lambda ctx, x, y: y * 2, lambda ctx, grad: (None, None)).apply, vector(), vector().detach())
+
+
 def test_a_backward_whose_outputs_nobody_used_does_not_run():
     first = function(lambda ctx, x: x * 2, lambda ctx, grad: 100 * grad + 1)
     second = function(lambda ctx, x: x * 3, lambda ctx, grad: grad / grad.norm())

@@ -7,7 +7,7 @@ is computed in the forward; that an opaque backward sees None where eager PyTorc
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from thunder.core import dtypes, prims
@@ -20,10 +20,11 @@ from thunder.core.trace import tracectx
 
 from hookkit.engine import gradflow
 from hookkit.engine.connection import Functions
+from hookkit.engine.mutation import Retrace
 from hookkit.engine.reach import reach_of_calls
-from hookkit.engine.symbols import called
+from hookkit.engine.symbols import Composite, called
 
-__all__ = ["RESIDUAL", "differentiate", "split"]
+__all__ = ["RESIDUAL", "check_undefined", "differentiate", "split"]
 
 
 class _Tag:
@@ -56,17 +57,78 @@ def differentiate(stock: Callable[..., Any], trace: Any) -> Any:
                 out.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
     outputs, _ = tree_flatten_with_dataclass(trace.bound_symbols[-1].args[0]["output"])
     differentiable = _differentiable[get_compile_data()] = [gradflow.requires_grad(trace, o) for o in outputs]
-    calls, arguments = reach_of_calls(trace, [o for o, d in zip(outputs, differentiable, strict=True) if d])
+    calls, arguments = reach_of_calls(trace, [o for o, d in zip(outputs, differentiable, strict=True) if d], _tracked)
     _reach[get_compile_data()] = arguments
     for place, reached in calls.items():
-        call = called(trace.bound_symbols[place])
-        if call is not None and len(reached) < sum(differentiable):
-            call.reach = reached
+        call, by_any = called(trace.bound_symbols[place]), frozenset[int]().union(*reached)
+        if call is not None and 0 < len(by_any) < sum(differentiable):
+            call.reach = by_any
+        if call is not None and not isinstance(call, Composite):
+            call.output_reach = reached
+    _feed_undefined(trace, outputs)
     _keep_random_results(trace)
     _calls[get_compile_data()] = [b.sym.name for b in trace.bound_symbols if gradflow.is_explicit(b)]
     joint = stock(trace)
     _drop_undefined_gradients(joint)
     return joint
+
+
+def _tracked(bsym: Any) -> Any:
+    """Those of a bound symbol's arguments that are edges of the autograd graph."""
+    call = called(bsym) if gradflow.is_explicit(bsym) else None
+    return bsym.flat_proxy_args if call is None else call.tracked(bsym.args)
+
+
+def check_undefined(trace: Any) -> None:
+    """Look for traced calls whose backward runs without any gradient, and would be given None.
+
+    Raises:
+        Retrace: if there is one; it was traced with a gradient.
+    """
+    for call, _, _, runs in _fed_undefined(trace, trace.bound_symbols[-1].flat_proxy_args):
+        if not runs and isinstance(call, Composite) and not call.materializes:
+            raise Retrace(call.subject, "materialize_grads is off, and what used its output returned None for it")
+
+
+def _feed_undefined(trace: Any, outputs: Any) -> None:
+    """Have the backwards of calls run whose outputs get no gradient, because what used them returned None for it.
+
+    PyTorch's engine runs every node that is connected to an output of the program, and a custom Function's gets zeros;
+    thunder leaves out what no gradient reaches. So the backward that returns None feeds zeros to the earlier call.
+    """
+    for call, output, returns_none, runs in _fed_undefined(trace, outputs):
+        call.is_fed_undefined = True
+        if not runs:
+            returns_none.undefined.append(output)
+
+
+def _fed_undefined(trace: Any, outputs: Any) -> Iterator[tuple[Any, Any, Any, bool]]:
+    """The calls for an output of which another call returns None.
+
+    Each with that output and that other call, and whether some gradient reaches it.
+    """
+    if any(map(gradflow.changes_in_place, trace.bound_symbols)):
+        return
+    defined = {o.name for o in outputs if gradflow.requires_grad(trace, o)}
+    undefined: dict[str, Any] = {}  # by tensor the call that returns None for its gradient
+    for bsym in reversed(trace.bound_symbols[:-1]):
+        reached = [o for o in bsym.flat_proxy_outs if o.name in defined or o.name in undefined]
+        reached = [o for o in reached if gradflow.requires_grad(trace, o)]
+        if not reached:
+            continue
+        without = next((o for o in reached if o.name in undefined), None)
+        source = undefined[without.name] if without is not None else None
+        runs = any(o.name in defined for o in reached)
+        call = called(bsym) if gradflow.is_explicit(bsym) else None
+        given = bsym.flat_proxy_args
+        if call is not None:
+            if source is not None:
+                yield call, without, source, runs
+            given, source, runs = call.given_gradients(bsym.args), call, True
+        if runs:
+            defined.update(a.name for a in given)
+        if source is not None:
+            undefined.update({a.name: source for a in _tracked(bsym) if gradflow.requires_grad(trace, a)})
 
 
 def _keep_random_results(trace: Any) -> None:
@@ -135,6 +197,7 @@ def split(stock: Callable[..., Any], joint: Any) -> tuple[Any, Any]:
         for o in b.flat_proxy_outs
         if isinstance(o, TensorProxy) and RESIDUAL in o.tags and o.name in read
     }
+    residuals.update(_written(joint))
     for output in flat:
         residuals.pop(getattr(output, "name", None), None)
     if any(differentiable) and not any(g is not None for g in values["output"]):
@@ -153,6 +216,15 @@ def split(stock: Callable[..., Any], joint: Any) -> tuple[Any, Any]:
         _save_names(forward, names, _reach.pop(get_compile_data(), []))
     _take_cotangents(backward, kept, extra=bool(names))
     return forward, backward
+
+
+def _written(joint: Any) -> dict[str, Any]:
+    """What the forward writes in place, by name.
+
+    thunder's split drops a write into a view if nothing reads the view under the name that is written to.
+    """
+    forward = [b for b in joint.bound_symbols if BoundSymbolTag.BACKWARD not in b.tags]
+    return {b.output.name: b.output for b in forward if b.sym.name == "copy_"}
 
 
 def _functions(joint: Any) -> str:

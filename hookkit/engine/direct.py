@@ -16,7 +16,7 @@ import torch
 
 from hookkit import compat
 from hookkit.engine import reach
-from hookkit.engine.eager import OpaqueState
+from hookkit.engine.eager import OpaqueState, undefined_root
 from hookkit.engine.tracing import add_note
 from hookkit.engine.values import PLAIN, Slot, broadcasts_to
 
@@ -28,10 +28,11 @@ class NodeState(OpaqueState):
 
     __slots__ = ("call", "node", "owner")
 
-    def __init__(self, node: Any, call: DirectCall, owner: Any) -> None:
+    def __init__(self, node: Any, call: DirectCall, owner: Any, root: torch.Tensor | None) -> None:
         self.node = node
         self.call = call
         self.owner = owner  # what keeps the node from freeing what it saved
+        self.root = root
 
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor | None]:
         """The gradient of each input that needs one, by the input's index."""
@@ -53,14 +54,14 @@ class NodeState(OpaqueState):
     def _through_engine(self, gradients: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor | None]:
         """Let the engine decide what undefined gradients become."""
         edges = [torch.autograd.graph.GradientEdge(self.node, i) for i in range(len(gradients))]
-        used = [(e, g) for e, g in zip(edges, gradients, strict=True) if g is not None]
+        used = self.starts([(e, g) for e, g in zip(edges, gradients, strict=True) if g is not None])
         places = self.call.places
         if not used:
             return dict.fromkeys(i for i, _ in places)
+        roots, cotangents = zip(*used, strict=True)
         inputs = [self.node.next_functions[self.call.edges[place]][0].variable for _, place in places]
-        found = torch.autograd.grad(
-            [e for e, _ in used], inputs, [g for _, g in used], retain_graph=compat.graph_is_kept(), allow_unused=True
-        )
+        keep = compat.graph_is_kept()
+        found = torch.autograd.grad(roots, inputs, cotangents, retain_graph=keep, allow_unused=True)
         return {i: g for (i, _), g in zip(places, found, strict=True)}
 
 
@@ -101,7 +102,12 @@ class DirectCall:
         return cls(function, args, needs, places, tensors, edges)
 
     def operator(
-        self, metadata: Sequence[Any], is_tuple: bool, note: str, refuse: Callable[[Any], NoReturn]
+        self,
+        metadata: Sequence[Any],
+        is_tuple: bool,
+        note: str,
+        refuse: Callable[[Any], NoReturn],
+        is_fed_undefined: Callable[[], bool],
     ) -> Callable[..., Any]:
         """What an opaque call's operator does at run time, as one closure: it is called at every step.
 
@@ -110,6 +116,7 @@ class DirectCall:
             is_tuple: whether the outputs come as a tuple.
             note: what is added to an exception that the Function raises (PEP 678).
             refuse: called with an output that is not as the metadata says.
+            is_fed_undefined: whether the backward has to run without any gradient, too.
         """
         template, tensors, apply = self.arguments, self.tensors, compat.apply_of(self.function)
         expected = [(m.shape, m.dtype, m.device) for m in metadata]
@@ -150,7 +157,9 @@ class DirectCall:
                 if not fits or tensor.shape != shape or tensor.dtype is not dtype or tensor.device != device:
                     refuse(output)
                 results.append(tensor.detach())
-            results.append(NodeState(node, self, owner_of(outputs[0]) if owner_of is not None else None))
+            owner = owner_of(outputs[0]) if owner_of is not None else None
+            root = undefined_root(outputs[0]) if is_fed_undefined() else None
+            results.append(NodeState(node, self, owner, root))
             return tuple(results)
 
         return forward

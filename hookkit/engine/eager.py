@@ -59,10 +59,28 @@ class Autocast:
     enabled: bool
 
 
-class OpaqueState:
-    """What an opaque call keeps for its backward."""
+def undefined_root(output: torch.Tensor) -> torch.Tensor:
+    """A scalar from which PyTorch's engine reaches the node of an output without a gradient for it."""
+    with torch.enable_grad():
+        undefined: Any = torch._C._functions.UndefinedGrad()(output)
+        return undefined.sum()  # type: ignore[no-any-return]
 
-    __slots__ = ("__weakref__",)
+
+class OpaqueState:
+    """What an opaque call keeps for its backward.
+
+    Attributes:
+        root: where the backward begins if no output of the call has a gradient; None if it does not run then.
+    """
+
+    __slots__ = ("__weakref__", "root")
+
+    def __init__(self) -> None:
+        self.root: torch.Tensor | None = None
+
+    def starts(self, used: list[tuple[Any, torch.Tensor]]) -> list[tuple[Any, torch.Tensor]]:
+        """Where the backward begins, each with its gradient; nowhere if it does not run."""
+        return used if used or self.root is None else [(self.root, torch.ones_like(self.root))]
 
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor | None]:
         """The gradient of each input that needs one, by the input's index; None where there is none."""
@@ -88,6 +106,7 @@ class EagerState(OpaqueState):
     entered: list[int]
     leaves: dict[int, torch.Tensor]
     anchor: torch.Tensor | None
+    root: torch.Tensor | None = None
 
     def saved_bytes(self) -> int | None:
         """How much the graph keeps in tensors, each storage once; None if a node does not tell."""
@@ -117,7 +136,7 @@ class EagerState(OpaqueState):
         Args:
             gradients: for each output that requires grad its gradient, or None if nothing used it.
         """
-        used = [(e, g) for e, g in zip(self.edges, gradients, strict=True) if g is not None]
+        used = self.starts([(e, g) for e, g in zip(self.edges, gradients, strict=True) if g is not None])
         found: dict[int, torch.Tensor | None] = dict.fromkeys((*self.entered, *self.leaves))
         if not used:
             return found
@@ -165,6 +184,7 @@ def run_eagerly(
     grad_mode: bool,
     autocasts: Sequence[Autocast] = (),
     copied: Sequence[int] = (),
+    with_root: bool = False,
 ) -> EagerResult:
     """Call a callee as eager PyTorch would at this place of the program.
 
@@ -176,6 +196,7 @@ def run_eagerly(
         grad_mode: whether grad mode is on around the call.
         autocasts: the autocast regions around the call, outermost first.
         copied: the indices of tensors that the callee changes in place; it gets copies.
+        with_root: whether the backward is to run without any gradient, too.
 
     Returns:
         The output and how to differentiate it.
@@ -211,12 +232,14 @@ def run_eagerly(
         output = callee(*args, **kwargs)
     changed = [i for i, version in enumerate(versions) if version is not None and before[i]._version != version]
     edges: list[Any] = []
+    root: torch.Tensor | None = None
     differentiable: list[bool] = []
     changed_arguments = {id(before[i]): i for i in changed}
     dirty_outputs: dict[int, int] = {}
     given = {id(leaf) for leaf in leaves.values()}
 
     def cut(value: Any) -> Any:
+        nonlocal root
         if not isinstance(value, torch.Tensor):
             return value
         if id(value) in changed_arguments:
@@ -226,6 +249,8 @@ def run_eagerly(
         differentiable.append(tracked)
         if tracked:
             edges.append(torch.autograd.graph.get_gradient_edge(value))
+            if with_root and root is None:
+                root = undefined_root(value)
         return value.detach()
 
     output = map_leaves(cut, output)
@@ -239,7 +264,7 @@ def run_eagerly(
         else:
             values_now[index] = cut(before[index])
     dirty_outputs = {place: index for place, index in dirty_outputs.items() if place < count}
-    state = EagerState(edges, sink, entered, leaves, anchor) if edges else None
+    state = EagerState(edges, sink, entered, leaves, anchor, root=root) if edges else None
     return EagerResult(output, differentiable, values_now, dirty_outputs, state)
 
 

@@ -31,7 +31,7 @@ from hookkit.engine.direct import DirectCall, NodeState
 from hookkit.engine.eager import Autocast, EagerResult, OpaqueState, fill, provider_callee, run_eagerly, split_tensors
 from hookkit.engine.effects import Generators, State, WritesUndone
 from hookkit.engine.reach import none_used, undefined_outputs
-from hookkit.engine.symbols import make_symbol, symbol_name
+from hookkit.engine.symbols import feed_undefined, make_symbol, symbol_name
 from hookkit.engine.traced import Invocation
 from hookkit.engine.tracing import Raised, add_note
 from hookkit.engine.values import PLAIN, Slot, is_differentiable_dtype, leaves, map_leaves, wrap_result
@@ -122,7 +122,12 @@ class OpaqueCall:
         direct: the short way of the call, if it has one.
         inputs: the metadata of the slots that get a gradient.
         reach: to which of the program's outputs it leads, if not to all.
+        output_reach: the same for each output.
         handed_on: for each gradient whether the program's backward returns it as it is, which may be None.
+        undefined: outputs of earlier calls to whose backward this one feeds zeros, see ``feed_undefined``.
+        is_fed_undefined: whether another call returns None for the gradient of an output, so that its backward has to
+            run without any gradient, as in eager.
+        is_function: whether the callee is the ``apply`` of a Function, which looks for tensors in its arguments only.
     """
 
     description: str
@@ -137,7 +142,22 @@ class OpaqueCall:
     direct: DirectCall | None = None
     inputs: dict[int, TensorMetadata] = attrs.field(factory=dict)
     reach: frozenset[int] | None = None
+    output_reach: Sequence[frozenset[int]] = ()
     handed_on: Sequence[bool] = ()
+    undefined: list[TensorProxy] = attrs.field(factory=list)
+    is_fed_undefined: bool = False
+    is_function: bool = False
+
+    def tracked(self, args: Sequence[Any]) -> Sequence[Any]:
+        """Those of the operator's arguments that are edges of the autograd graph."""
+        if not self.is_function:
+            return args
+        return [args[a.index] for a in self.arguments[0] if isinstance(a, Slot)]
+
+    def given_gradients(self, args: Sequence[Any]) -> list[Any]:
+        """Those of the operator's arguments that get a gradient."""
+        assert self.expected is not None
+        return [args[i] for i in self.expected.gradients]
 
     def run(self, values: Sequence[Any], copied: Sequence[int] = ()) -> EagerResult:
         """Call the callee with values in the places of the slots."""
@@ -149,6 +169,7 @@ class OpaqueCall:
             grad_mode=self.grad_mode,
             autocasts=self.autocasts,
             copied=copied,
+            with_root=self.is_fed_undefined,
         )
 
     @property
@@ -170,7 +191,8 @@ class OpaqueCall:
         """What the operator does at run time."""
         assert self.expected is not None
         if self.direct is not None:
-            return self.direct.operator(self.expected.tensors, self.expected.is_tuple, self.note, self._refuse)
+            metadata, is_tuple = self.expected.tensors, self.expected.is_tuple
+            return self.direct.operator(metadata, is_tuple, self.note, self._refuse, lambda: self.is_fed_undefined)
         return self.forward
 
     def forward(self, *values: Any) -> tuple[Any, ...]:
@@ -217,6 +239,9 @@ class OpaqueCall:
             return self._filled({})
         if undefined and places:
             gradients = tuple(None if i in places and undefined[places[i]] else g for i, g in enumerate(gradients))
+        if undefined and self.output_reach:
+            reach = [r for r, d in zip(self.output_reach, self.expected.differentiable, strict=False) if d]
+            gradients = tuple(None if none_used(r) else g for r, g in zip(reach, gradients, strict=True))
         try:
             if isinstance(state, NodeState) and found is not None:
                 return self._filled(state.validated(found))
@@ -422,9 +447,19 @@ def _operator(invocation: Invocation) -> tuple[OpaqueCall, list[Proxy]]:
         for device, dtype, enabled in get_compile_data().autocast_stack.stack
     )
     needs = tuple(gradflow.requires_grad(trace, p) for p in slots)
-    direct = DirectCall.of(call.function if rule.opaque_callee else None, arguments, needs)
-    note = invocation.note
-    return OpaqueCall(str(call), note, callee, arguments, needs, invocation.grad_mode, autocasts, direct=direct), slots
+    function = call.function if rule.opaque_callee else None
+    operator = OpaqueCall(
+        str(call),
+        invocation.note,
+        callee,
+        arguments,
+        needs,
+        invocation.grad_mode,
+        autocasts,
+        direct=DirectCall.of(function, arguments, needs),
+        is_function=function is not None,
+    )
+    return operator, slots
 
 
 def _torch_dtype(dtype: Any) -> torch.dtype:
@@ -480,6 +515,7 @@ def _gradient_transform(
         backward_results = backward(state, *gradients)
         for index, gradient in zip(expected.gradients, backward_results, strict=True):
             prims.put_grad(args[index], gradient)
+        feed_undefined(operator.undefined)
         return results
 
     return transform

@@ -8,7 +8,7 @@ and what such a backward makes of zeros need not be zeros. What it returns is th
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,29 +29,33 @@ class _Running(threading.local):
 _running = _Running()
 
 
-def reach_of_calls(trace: Any, outputs: Sequence[Any]) -> tuple[dict[int, Reach], list[Reach]]:
+def reach_of_calls(
+    trace: Any, outputs: Sequence[Any], tracked: Callable[[Any], Sequence[Any]]
+) -> tuple[dict[int, list[Reach]], list[Reach]]:
     """For each bound symbol of a trace, and for each argument of the trace, to which outputs it leads.
 
     Args:
         trace: the computation trace.
         outputs: the outputs that require grad; others do not count.
+        tracked: gives those of a bound symbol's arguments that lead to its results.
 
     Returns:
-        By index of the bound symbol, and by argument; empty where nothing needs to be told apart, or cannot be.
+        By index of the bound symbol for each of its results, and by argument; empty where nothing needs to be told
+        apart, or cannot be.
     """
     if len(outputs) < 2 or any(map(changes_in_place, trace.bound_symbols)):
         return {}, []
     leads: dict[str, set[int]] = {}
     for index, output in enumerate(outputs):
         leads.setdefault(output.name, set()).add(index)
-    calls: dict[int, Reach] = {}
+    calls: dict[int, list[Reach]] = {}
     for place in reversed(range(len(trace.bound_symbols) - 1)):
         bsym = trace.bound_symbols[place]
-        reached = set().union(*(leads.get(o.name, ()) for o in bsym.flat_proxy_outs))
+        calls[place] = [frozenset(leads.get(o.name, ())) for o in bsym.flat_proxy_outs]
+        reached = frozenset().union(*calls[place])
         if not reached:
             continue
-        calls[place] = frozenset(reached)
-        for argument in bsym.flat_proxy_args:
+        for argument in tracked(bsym):
             leads.setdefault(argument.name, set()).update(reached)
     arguments = [frozenset(leads.get(a.name, ())) if isinstance(a, Proxy) else frozenset() for a in trace.args]
     return calls, arguments

@@ -152,6 +152,7 @@ def _copy(composite: Composite, returned: Any, env: dict[Any, Proxy]) -> tuple[C
         input_gradients=tuple(map(new, composite.input_gradients)),
         views=frozenset(new(o).name for o in composite.outputs if o.name in composite.views),
         used=False,
+        undefined=[],
     )
     return copied, map_leaves(new, returned)
 

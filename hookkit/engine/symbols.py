@@ -16,6 +16,7 @@ from typing import Any
 
 import attrs
 import thunder
+import thunder.torch as ltorch
 from thunder.core import prims
 from thunder.core.jit_ext import get_jit_ctx
 from thunder.core.proxies import Proxy, ProxyTag, TensorProxy, variableify
@@ -26,7 +27,17 @@ from thunder.extend import ImplInfo
 from hookkit.engine import gradflow
 from hookkit.engine.reach import metadata_of, used_or_zeros
 
-__all__ = ["Composite", "bind", "called", "export_leaks", "fresh", "make_symbol", "renamed", "symbol_name"]
+__all__ = [
+    "Composite",
+    "bind",
+    "called",
+    "export_leaks",
+    "feed_undefined",
+    "fresh",
+    "make_symbol",
+    "renamed",
+    "symbol_name",
+]
 
 _serials = itertools.count(1)
 _names: weakref.WeakKeyDictionary[TraceCtx, set[str]] = weakref.WeakKeyDictionary()
@@ -103,6 +114,10 @@ class Composite:
         wanted_name: the name before it was made unique in the trace.
         reach: to which of the program's outputs it leads, if not to all.
         executor: the executor of the program.
+        materializes: whether its backward gets zeros for outputs without a gradient.
+        tracked_count: how many of the inputs, the first ones, are edges of the autograd graph.
+        is_fed_undefined: whether another call returns None for the gradient of an output.
+        undefined: outputs of earlier calls to whose backward this one feeds zeros, see ``feed_undefined``.
     """
 
     name: str
@@ -119,10 +134,22 @@ class Composite:
     wanted_name: str = ""
     reach: frozenset[int] | None = None
     executor: Any = None
+    materializes: bool = True
+    tracked_count: int = 0
+    is_fed_undefined: bool = False
+    undefined: list[TensorProxy] = attrs.field(factory=list)
 
     def residual_names(self) -> set[str]:
         """The names of the tensors that the backward reads."""
         return {a.name for b in self.backward or () for a in b.flat_proxy_args}
+
+    def tracked(self, args: Sequence[Any]) -> Sequence[Any]:
+        """Those of the symbol's arguments that are edges of the autograd graph."""
+        return args[: self.tracked_count]
+
+    def given_gradients(self, args: Sequence[Any]) -> list[Any]:
+        """Those of the symbol's arguments that get a gradient."""
+        return [a for a, g in zip(args, self.input_gradients, strict=True) if g is not None]
 
     def __call__(self, *args: Any) -> Any:
         """Record the operations anew in the active trace, or execute them on real tensors."""
@@ -144,6 +171,7 @@ class Composite:
         for given, gradient in zip(args, self.input_gradients, strict=True):
             if gradient is not None:
                 prims.put_grad(given, self._where_used(_swapped(env, gradient)))
+        feed_undefined(self.undefined)
         return outputs
 
     def _where_used(self, gradient: Any) -> Any:
@@ -161,6 +189,18 @@ class Composite:
 
     def _compiled(self) -> Callable[..., Any]:
         return thunder.jit(lambda *args: self(*args))  # type: ignore[no-any-return]
+
+
+def feed_undefined(tensors: Sequence[TensorProxy]) -> None:
+    """Record zeros as the gradients of tensors, as thunder does for a gradient that it reads and does not have."""
+    trace = get_tracectx()
+    assert trace is not None
+    scope = trace.peek_scope()
+    assert scope is not None
+    for tensor in tensors:
+        zeros = TensorProxy(like=tensor, requires_grad=False)
+        scope.append(ltorch.zeros.bind(*tensor.shape, device=tensor.device, dtype=tensor.dtype, output=zeros))
+        prims.put_grad(tensor, zeros)
 
 
 def bind(trace: TraceCtx, executor: Any, composite: Composite) -> None:

@@ -229,6 +229,7 @@ def _with_backward(
         outputs=tuple(outputs),
         forward=forward_symbols,
         subject=invocation.subject,
+        materializes=residuals._marks.materialize_grads,
     )
     differentiable = [o for o in outputs if isinstance(o, TensorProxy) and o.requires_grad]
     backward_symbols: list[Any] = []
@@ -247,8 +248,10 @@ def _with_backward(
                 made[proxy.name].tags.add(RESIDUAL)
     known = {g.name for g in composite.output_gradients if g is not None}
     free = _free([*forward_symbols, *backward_symbols], known=known)
-    with_gradient = [i for i in inputs if i.name in gradients]
-    composite.inputs = tuple({p.name: p for p in (*with_gradient, *free)}.values())
+    # Also those that get no gradient: where none does, the outputs require grad all the same.
+    tracked = inputs if composite.backward is not None else []
+    composite.inputs = tuple({p.name: p for p in (*tracked, *free)}.values())
+    composite.tracked_count = len(tracked)
     composite.input_gradients = tuple(gradients.get(p.name) for p in composite.inputs)
     composite.views = views_of_arguments(forward_symbols, outputs)
     if composite.backward is None:

@@ -1,0 +1,104 @@
+"""Random programs around random Functions: thunder's results and gradients are eager PyTorch's, or hookkit refuses.
+
+``tests/fuzz.py`` runs the same for as long as one likes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+from functools import partial
+from typing import Any
+
+import pytest
+import thunder
+import torch
+from grammar import Call, Program, programs
+from hypothesis import HealthCheck, given, settings
+
+import hookkit
+from hookkit.testing import _structure, _tensors, _uneven
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::hookkit.errors.OpaqueFallbackWarning", "ignore::hookkit.errors.MetaWarning"
+)
+
+# What hookkit may refuse that eager PyTorch computes, by a part of the message.
+REFUSED = {
+    "a branch on values decides about shapes or dtypes": "data-dependent",
+    "what shares memory with the result of a call is changed in place": "changes in place what the result of",
+}
+
+
+def observe(function: Any, program: Program, call: Call, parameters: list[Any]) -> dict[str, Any]:
+    """Call a program, and take gradients of the outputs that are to be used; what there is afterwards, by name."""
+    arguments = program.arguments(call)
+    output = function(*arguments)
+    used = itertools.cycle(program.used)
+    roots = [t for t in _tensors(output) if t.requires_grad and next(used)]
+    if roots:
+        torch.autograd.backward(roots, [_uneven(r) for r in roots])
+    inputs = list(_tensors(arguments))
+    seen = {"structure of the output": _structure(output)}
+    for kind, tensors in (("output", _tensors(output)), ("input", inputs)):
+        seen.update({f"{kind} {i}": t.detach().clone() for i, t in enumerate(tensors)})
+    for i, leaf in enumerate((*inputs, *parameters)):
+        seen[f"gradient {i}"] = leaf.grad if leaf.is_leaf else "no leaf"
+    for parameter in parameters:
+        parameter.grad = None
+    return seen
+
+
+def assert_equal(found: dict[str, Any], expected: dict[str, Any], where: str) -> None:
+    """Compare what was seen; gradients are off by whole factors where they are wrong, so tolerances are for float32."""
+    for name, wanted in expected.items():
+        got = found.get(name)
+        assert type(got) is type(wanted), f"{where}, {name}: eager gives {wanted}, compiled {got}"
+        if isinstance(wanted, torch.Tensor):
+            message = partial("{}, {}: {}".format, where, name)
+            torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-3, equal_nan=True, msg=message)
+        else:
+            assert got == wanted, f"{where}, {name}: eager gives {wanted}, compiled {got}"
+
+
+def outcome(program: Program, how: str) -> str:
+    """Compare a program with itself, compiled, call by call; in a few words how that ended.
+
+    Raises:
+        AssertionError: if they differ.
+    """
+    defined = program.load()
+    eager = defined["program"]
+    parameters = list(eager.parameters()) if isinstance(eager, torch.nn.Module) else []
+    try:
+        expected = [observe(eager, program, call, parameters) for call in program.calls]
+    except Exception as error:
+        return f"eager raises {type(error).__name__}"
+    opaque = [hookkit.rule(defined[f], mode="opaque", register=False) for f in program.functions]
+    compiled = thunder.dynamo.thunderfx(eager) if how == "thunderfx" else thunder.jit(eager)
+    with hookkit.use(*opaque) if how == "opaque" else contextlib.nullcontext():
+        for index, call in enumerate(program.calls):
+            try:
+                found = observe(compiled, program, call, parameters)
+            except hookkit.HookError as error:
+                for kind, message in REFUSED.items():
+                    if re.search(message, str(error)):
+                        return f"refused: {kind}"
+                raise
+            assert_equal(found, expected[index], f"{how}, call {index + 1}")
+    return "same"
+
+
+def check(how: str, examples: int) -> Any:
+    @settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(programs())
+    def run(program: Program) -> None:
+        outcome(program, how)
+
+    return run
+
+
+@pytest.mark.parametrize(("how", "examples"), [("traced", 30), ("opaque", 15), ("thunderfx", 4)])
+def test_random_programs_agree(how, examples):
+    check(how, examples)()
