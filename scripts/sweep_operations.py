@@ -138,9 +138,8 @@ def judge(program: Program) -> tuple[str, str] | None:
     except Exception as error:
         return "error", _words(error)
     if _difference(eager, again) is not None:  # random, or not initialised
-        eager.output, again.output = _structure(eager.output), _structure(found.output)
-        same = eager.output == again.output
-        return ("right", "") if same else ("wrong", f"output: eager {eager.output}, compiled {again.output}")
+        wanted, got = _structure(eager.output), _structure(found.output)
+        return ("right", "") if wanted == got else ("wrong", f"output: eager gives {wanted}, compiled {got}")
     difference = _difference(eager, found)
     return ("right", "") if difference is None else ("wrong", difference)
 
