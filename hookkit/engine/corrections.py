@@ -73,7 +73,7 @@ def _is_constant(provenance: Any) -> bool:
     return provenance.inst in (PseudoInst.LOAD_ATTR, PseudoInst.BINARY_SUBSCR) and _is_constant(provenance.inputs[0])
 
 
-_NAMED = re.compile(r"(torch\.return_types\.\w+)\(([^()]*)\)")
+_NAMED = re.compile(r"(torch\.return_types\.\w+)\(\n((?:[^()]|\([^()]*\))*)\)")
 
 
 def printed(stock: Callable[..., str], value: Any, **options: Any) -> str:
@@ -82,7 +82,7 @@ def printed(stock: Callable[..., str], value: Any, **options: Any) -> str:
 
 
 def _constructed(match: re.Match[str]) -> str:
-    fields = [field.partition("=")[2] for field in match[2].replace("\n", "").split(",")]
+    fields = [field.partition("=")[2] for field in match[2].split(",\n")]
     return f"{match[1]}(({', '.join(fields)},))"
 
 

@@ -116,10 +116,7 @@ def or_opaque(stock: Any, callee: Any) -> Any:
         del trace.scopes[scopes:]
         del scope[recorded:]
         runtime.curexc = None
-        result = taken(*args, **kwargs)
-        if result is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
-            runtime.curexc = error
-        return result
+        return taken(*args, **kwargs)
 
     return operation
 
