@@ -19,7 +19,7 @@ import sys
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,12 +157,15 @@ def _stop(*_: Any) -> None:
     raise TooLong
 
 
-def judge_operator(operator: Any, samples: Callable[[Any], Iterator[Any]]) -> dict[str, list[str]]:
+def judge_operator(
+    operator: Any, samples: Callable[[Any], Iterator[Any]], forms: Collection[str] = tuple(SAMPLES)
+) -> dict[str, list[str]]:
     """For each form of an operator the worst that became of its samples, the reason, and the program.
 
     Args:
         operator: an entry of the database.
         samples: gives its samples.
+        forms: the forms that are tried.
     """
     found: dict[str, list[str]] = {}
     form = "function"
@@ -171,6 +174,8 @@ def judge_operator(operator: Any, samples: Callable[[Any], Iterator[Any]]) -> di
     try:
         given = list(samples(operator))
         for form, callee in variants_of(operator).items():
+            if form not in forms:
+                continue
             judged = 0
             for sample in given:
                 program = program_of(form, callee, sample)
@@ -267,7 +272,8 @@ def work(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     {"thunder": hookkit.disable, "hookkit": hookkit.enable}[arguments.worker]()
     for line in sys.stdin:
-        found = judge_operator(op_db[int(line)], INPUTS[arguments.inputs])
+        forms = SAMPLES if arguments.inputs == "plain" else ["function"]
+        found = judge_operator(op_db[int(line)], INPUTS[arguments.inputs], forms)
         print("\n" + json.dumps(found), flush=True)
 
 
