@@ -15,7 +15,7 @@ import torch
 import torch._dynamo
 import torch.utils.checkpoint
 from thunder import clang
-from thunder.core import interpreter, jit_ext
+from thunder.core import codeutils, interpreter, jit_ext
 from thunder.core.compile_data import get_compile_data
 from thunder.core.interpreter import interpreter_needs_wrap, wrap_const
 from thunder.core.module import ThunderModule
@@ -160,6 +160,7 @@ def _patches() -> list[Patch]:
             Patch(NumberProxy, n, partialmethod(corrections.of_known_value, getattr(NumberProxy, n)))
             for n in corrections.DECISIONS
         ),
+        Patch(codeutils, "prettyprint", partial(corrections.printed, codeutils.prettyprint)),
         Patch(clang, "maybe_broadcast", partial(corrections.broadcast, clang.maybe_broadcast)),
         Patch(ThunderModule, "set_buffer", partialmethod(modules.set_buffer, ThunderModule.set_buffer)),
         Patch(jit_ext.JitCtx, "proxify", partialmethod(corrections.proxify, jit_ext.JitCtx.proxify)),

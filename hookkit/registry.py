@@ -389,7 +389,8 @@ def is_asked_about(callable_: Any) -> bool:
     if module is None and isinstance(owner := getattr(callable_, "__self__", None), type):
         module = owner.__module__  # a C classmethod: Function.apply from torch 2.14
     if not isinstance(module, str):
-        return False
+        # torch._VF.unique_dim, and other functions of torch without a public name
+        return getattr(callable_, "__qualname__", "").startswith("_VariableFunctionsClass.")
     return module.partition(".")[0] not in _PLUMBING and module != "torch.nn.modules.module"
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import re
 from collections.abc import Callable
 from numbers import Number
 from typing import Any
@@ -31,6 +32,7 @@ __all__ = [
     "inference_mode",
     "keys_count",
     "of_known_value",
+    "printed",
     "proxify",
     "torch_dtype",
 ]
@@ -69,6 +71,19 @@ def _is_constant(provenance: Any) -> bool:
     if provenance.inst is PseudoInst.CONSTANT:
         return not isinstance(provenance.value, int | str)
     return provenance.inst in (PseudoInst.LOAD_ATTR, PseudoInst.BINARY_SUBSCR) and _is_constant(provenance.inputs[0])
+
+
+_NAMED = re.compile(r"(torch\.return_types\.\w+)\(\n((?:[^()]|\([^()]*\))*)\)")
+
+
+def printed(stock: Callable[..., str], value: Any, **options: Any) -> str:
+    """A value as it stands in a trace; thunder prints ``torch.return_types.sort`` in a form that cannot be executed."""
+    return _NAMED.sub(_constructed, stock(value, **options))
+
+
+def _constructed(match: re.Match[str]) -> str:
+    fields = [field.partition("=")[2] for field in match[2].split(",\n")]
+    return f"{match[1]}(({', '.join(fields)},))"
 
 
 def keys_count(keys: Any) -> int:

@@ -23,7 +23,7 @@ from thunder.core.jit_ext import get_jit_ctx
 from thunder.core.proxies import AnyProxy, NumberProxy, Proxy, ProxyTag, TensorProxy
 from thunder.core.trace import tracectx
 from thunder.extend import ImplInfo
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from hookkit.engine import gradflow
@@ -560,11 +560,7 @@ def _find_metadata(
         if _is_same(without_data, pending):
             raise Raised(without_data, interpreted=False)
         if invocation.call.unsupported is not None:
-            # What an operation of torch does not tell without data depends on the data.
-            raise MetaError(
-                f"{invocation.call} cannot be part of a compiled program: {invocation.call.unsupported}; and its "
-                f"result is not known before the program runs ({type(without_data).__name__}: {without_data})"
-            ) from without_data
+            return _of_operation(invocation, operator, slots, without_data)
         try:
             with writes_undone:
                 first, second = _on_examples(invocation, operator, slots)
@@ -586,6 +582,33 @@ def _find_metadata(
     return first
 
 
+def _of_operation(
+    invocation: Invocation, operator: OpaqueCall, slots: list[Proxy], without_data: Exception
+) -> Expected:
+    """The metadata of an operation of torch that looks at values, if the shapes of its results do not depend on them.
+
+    Raises:
+        Raised: if the operation refuses its arguments, in its own words.
+        MetaError: if what it returns depends on the values of its arguments.
+    """
+    reason = f"{type(without_data).__name__}: {without_data}"
+    if not isinstance(without_data, DynamicOutputShapeException):
+        try:
+            first, second = _on_examples(invocation, operator, slots)
+        except Exception as error:
+            if type(error) is type(without_data):
+                raise Raised(error, interpreted=False) from None
+        else:
+            tensors_only = all(isinstance(leaf, Slot) for leaf in leaves(first.structure))
+            if tensors_only and first.tensors == second.tensors and _same_structure(first.structure, second.structure):
+                return first
+    raise MetaError(
+        f"{invocation.call} cannot be part of a compiled program: {invocation.call.unsupported}; and what it returns "
+        f"depends on the values of tensors, so that it is not known before the program runs ({reason}). Call it outside "
+        "the compiled program, or write it with operations whose shapes are known (torch.where(mask, x, 0) for x[mask])."
+    ) from without_data
+
+
 def _on_examples(invocation: Invocation, operator: OpaqueCall, slots: list[Proxy]) -> tuple[Expected, Expected]:
     """Run a call on two sets of values.
 
@@ -598,7 +621,10 @@ def _on_examples(invocation: Invocation, operator: OpaqueCall, slots: list[Proxy
 
     def probe(seed: int, known: dict[str, torch.Tensor], *, definite: bool = False) -> Expected:
         def value(proxy: Proxy) -> Any:
-            return known[proxy.name].clone() if proxy.name in known else _example(proxy, seed, definite=definite)
+            if proxy.name in known:
+                return known[proxy.name].clone()
+            integer = seed if invocation.call.unsupported is not None else 0
+            return _example(proxy, seed, definite=definite, integer=integer)
 
         with _Watch():
             return _probe(operator, [value(p) for p in slots])
@@ -701,7 +727,7 @@ def _from_meta_function(
     )
 
 
-def _example(proxy: Proxy, seed: int | None, *, definite: bool = False) -> Any:
+def _example(proxy: Proxy, seed: int | None, *, definite: bool = False, integer: int = 0) -> Any:
     """A value with a proxy's metadata: without data, or with values inside the usual domains.
 
     With ``definite`` square matrices are symmetric and positive definite.
@@ -724,7 +750,7 @@ def _example(proxy: Proxy, seed: int | None, *, definite: bool = False) -> Any:
         return values.to(dtype=dtype, device=device)
     if dtype is torch.bool:
         return (torch.rand(shape, generator=generator) < 0.5).to(device)
-    return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.full(shape, integer, dtype=dtype, device=device)
 
 
 _fake_tensor_log = logging.getLogger("torch._subclasses.fake_tensor")

@@ -16,6 +16,7 @@ from thunder.core import jit_ext
 from thunder.core.interpreter import INTERPRETER_SIGNALS, get_interpreterruntimectx, unwrap, wrap_const
 from thunder.core.proxies import ProxyTag, TensorProxy
 from thunder.core.transforms import _get_gradfn_and_executor, augmented_forward_impls, is_constant_for_vjp
+from thunder.torch import _torch_to_thunder_function_map
 from thunder.torch.default_torch_ops import torch_auto_registered_ops
 
 from hookkit.engine import gradflow
@@ -31,6 +32,13 @@ __all__ = ["assign", "is_torch_attribute", "iterates", "lacking", "or_opaque"]
 # and an operation that fails does so long after the program was traced.
 _AUTOMATIC = frozenset(f for functions in torch_auto_registered_ops.values() for f in functions)
 
+# Functions of torch that are written in Python and that thunder has operations for.
+_PYTHON_FUNCTIONS = {
+    function: name
+    for module in (torch, torch.nn.functional)
+    for name, function in vars(module).items()
+    if isinstance(function, types.FunctionType) and function in _AUTOMATIC.union(_torch_to_thunder_function_map)
+}
 _ITERATORS = frozenset(v for v in vars(itertools).values() if isinstance(v, type))
 _MODULES = frozenset({"torch._C._nn", "torch._C._linalg", "torch._C._fft", "torch._C._special"})
 
@@ -108,10 +116,7 @@ def or_opaque(stock: Any, callee: Any) -> Any:
         del trace.scopes[scopes:]
         del scope[recorded:]
         runtime.curexc = None
-        result = taken(*args, **kwargs)
-        if result is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
-            runtime.curexc = error
-        return result
+        return taken(*args, **kwargs)
 
     return operation
 
@@ -190,8 +195,8 @@ def _operation_name(callee: Any) -> str | None:
     if is_attribute(callee):
         return str(callee.__self__.__name__)
     if isinstance(callee, types.FunctionType):
-        name = callee.__name__
-        return name if getattr(torch.Tensor, name, None) is callee else None
+        is_method = getattr(torch.Tensor, callee.__name__, None) is callee
+        return callee.__name__ if is_method else _PYTHON_FUNCTIONS.get(callee)
     if isinstance(callee, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return str(callee)
     return None
