@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     )
     from hookkit.registry import rules
     from hookkit.reporting import explain, report
-    from hookkit.residuals import mark, save
+    from hookkit.residuals import mark, recompute, save
     from hookkit.rule import Rule, rule, use
     from hookkit.targets import decline, where
 
@@ -57,6 +57,7 @@ __all__ = [
     "explain",
     "is_enabled",
     "mark",
+    "recompute",
     "report",
     "rule",
     "rules",
@@ -84,7 +85,7 @@ _MODULES = {
     ),
     "registry": ("rules",),
     "reporting": ("explain", "report"),
-    "residuals": ("mark", "save"),
+    "residuals": ("mark", "recompute", "save"),
     "rule": ("Rule", "rule", "use"),
     "targets": ("decline", "where"),
 }

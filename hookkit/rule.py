@@ -19,7 +19,7 @@ from hookkit.targets import Target, describe_callable, is_lambda, make_target, p
 __all__ = ["Rule", "rule", "use"]
 
 Provider = TypeVar("Provider", bound=Callable[..., Any])
-Mode = Literal["auto", "trace", "opaque"]
+Mode = Literal["auto", "trace", "opaque", "inline"]
 Track = Literal["tree", "positional"]
 
 _serials = itertools.count(1)
@@ -36,7 +36,7 @@ class Rule:
         name: the name in traces, reports and messages.
         targets: what it matches.
         forward: the forward provider, or None: the callee itself, run by PyTorch (opaque rules only).
-        mode: ``"auto"``, ``"trace"`` or ``"opaque"``.
+        mode: ``"auto"``, ``"trace"``, ``"opaque"`` or ``"inline"``.
         priority: the higher one wins.
         declared_at: file and line of the declaration.
     """
@@ -104,6 +104,11 @@ class Rule:
             raise RegistrationError(
                 f"the rule {self.name}, declared at {self.declared_at}, has no forward provider, so PyTorch gives the "
                 "gradients of its target; a backward provider needs a forward provider that saves residuals for it"
+            )
+        if self.mode == "inline":
+            raise RegistrationError(
+                f'the rule {self.name}, declared at {self.declared_at}, has mode="inline": thunder differentiates what '
+                "its forward provider does; a backward provider needs another mode"
             )
         self._check_provider("backward", self._backward, provider)
         signature = signature_of(provider)
@@ -256,7 +261,7 @@ def rule(
 def rule(
     target: Any,
     *,
-    mode: Literal["auto", "trace"] = ...,
+    mode: Literal["auto", "trace", "inline"] = ...,
     priority: int = ...,
     name: str | None = ...,
     pass_call: bool = ...,
@@ -294,7 +299,8 @@ def rule(
             :func:`hookkit.where` predicate; a name ``"package.module:name"``, which imports nothing; or a list of
             these.
         mode: ``"auto"`` traces the forward provider and falls back to one opaque operator; ``"trace"`` makes the
-            fallback an error; ``"opaque"`` makes it an operator at once.
+            fallback an error; ``"opaque"`` makes it an operator at once; ``"inline"`` has no operator: the program goes
+            on in the forward provider, as if that had been called, and thunder differentiates what it does.
         priority: among the rules that match, the one with the highest priority wins.
         name: the name in traces and messages; by default the provider's.
         pass_call: whether the providers get the :class:`hookkit.Call` as their first argument.
@@ -325,8 +331,8 @@ def rule(
         ...     return {"x": grad * (saved.s + saved.x * saved.s * (1 - saved.s))}
         >>> swish_rule.unregister()
     """
-    if mode not in ("auto", "trace", "opaque"):
-        raise RegistrationError(f'mode={mode!r}; expected "auto", "trace" or "opaque"')
+    if mode not in ("auto", "trace", "opaque", "inline"):
+        raise RegistrationError(f'mode={mode!r}; expected "auto", "trace", "opaque" or "inline"')
     if track not in ("tree", "positional"):
         raise RegistrationError(f'track={track!r}; expected "tree" or "positional"')
     if not isinstance(priority, int):

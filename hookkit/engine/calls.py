@@ -151,8 +151,10 @@ def _take_over(
     misfit = _misfit(call)
     if misfit is not None:
         return raise_in_program(misfit)
-    # A rule's own provider may call what it stands for; a Function may apply itself to something else.
-    token = _running.set((*_running.get(), (rule, call.callable)) if call.function is None else _running.get())
+    # A rule's own provider may call what it stands for; a Function may apply itself to something else, and what runs
+    # inline is the program's own code.
+    is_own = call.function is None and rule.mode != "inline"
+    token = _running.set((*_running.get(), (rule, call.callable)) if is_own else _running.get())
     caching.note_call(invocation.subject if call.function is not None else rule.forward)
     try:
         with record.running(get_jit_ctx().computation_trace):
@@ -180,6 +182,9 @@ def _misfit(call: Call) -> TypeError | None:
 
 def _run(invocation: Invocation, record: records.CallRecord) -> Any:
     rule, call = invocation.rule, invocation.call
+    if rule.mode == "inline":
+        record.became("traced")
+        return _interpret_call(rule.forward, *invocation.provider_arguments(), **invocation.kwargs)
     subject = invocation.subject
     reason = _why_opaque(invocation)
     if reason is not None:

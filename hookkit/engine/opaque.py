@@ -11,6 +11,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import attrs
@@ -30,6 +31,7 @@ from hookkit.engine.direct import DirectCall
 from hookkit.engine.eager import Autocast, EagerResult, OpaqueState, fill, provider_callee, run_eagerly, split_tensors
 from hookkit.engine.effects import Generators, State, WritesUndone
 from hookkit.engine.reach import none_used
+from hookkit.engine.recomputation import is_recomputing, record_draws
 from hookkit.engine.symbols import make_symbol, symbol_name
 from hookkit.engine.traced import Invocation
 from hookkit.engine.tracing import Raised, add_note
@@ -292,18 +294,26 @@ def opaque_call(invocation: Invocation, pending: BaseException | None) -> Any:
         return tuple(outputs)
 
     meta.operator = operator  # type: ignore[attr-defined]
-    symbol = make_symbol(
-        jit.ad_hoc_executor, name, meta, operator.operator(), kind=gradflow.CALL, is_prim=True, keep=True
-    )
+    # What it changes in place is not as it was when it would run again.
+    again = is_recomputing() and not expected.changed
+    draws = [record_draws()] if again else []
+    run = partial(_with_same_draws, operator.operator()) if again else operator.operator()
+    symbol = make_symbol(jit.ad_hoc_executor, name, meta, run, kind=gradflow.CALL, is_prim=True, keep=True)
     transform = symbol
     if operator.has_backward:
         transform = _gradient_transform(jit.ad_hoc_executor, symbol, name, operator, slots)
     jit.ad_hoc_executor._implmap[symbol.id] = ImplInfo(symbol=symbol, grad_transform=transform)
     with tracectx(trace):
-        results = symbol(*slots)
+        results = symbol(*slots, *draws)
     meta.views = frozenset(results[i].name for i in expected.views)  # type: ignore[attr-defined]  # mutation.check asks
     returned = fill(expected.structure, _write_back(invocation, slots, expected, list(results)))
     return wrap_result(returned, invocation.owner, *invocation.args)
+
+
+def _with_same_draws(run: Callable[..., Any], *arguments: Any) -> Any:
+    *values, draws = arguments
+    with draws.same(values):
+        return run(*values)
 
 
 def record_constant(tensor: torch.Tensor) -> TensorProxy:

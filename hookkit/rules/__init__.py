@@ -1,5 +1,5 @@
 """The rules that ship with hookkit; each file is what a user could have written."""
 
-from hookkit.rules import autograd_function, autograd_function_apply, operations, refusals
+from hookkit.rules import autograd_function, autograd_function_apply, checkpoint, operations, refusals
 
-__all__ = ["autograd_function", "autograd_function_apply", "operations", "refusals"]
+__all__ = ["autograd_function", "autograd_function_apply", "checkpoint", "operations", "refusals"]
