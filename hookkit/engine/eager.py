@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -170,6 +170,7 @@ def run_eagerly(
     grad_mode: bool,
     autocasts: Sequence[Autocast] = (),
     copied: Sequence[int] = (),
+    written: Collection[int] = (),
 ) -> EagerResult:
     """Call a callee as eager PyTorch would at this place of the program.
 
@@ -181,6 +182,7 @@ def run_eagerly(
         grad_mode: whether grad mode is on around the call.
         autocasts: the autocast regions around the call, outermost first.
         copied: the indices of tensors that the callee changes in place; it gets copies.
+        written: the indices of those that it changes although PyTorch does not count the change.
 
     Returns:
         The output and how to differentiate it.
@@ -214,7 +216,9 @@ def run_eagerly(
     args, kwargs = fill(arguments, prepared)
     with torch.set_grad_enabled(grad_mode), _autocast(autocasts):
         output = callee(*args, **kwargs)
-    changed = [i for i, version in enumerate(versions) if version is not None and before[i]._version != version]
+    changed = [
+        i for i, v in enumerate(versions) if v is not None and (i in written or before[i]._version != v)
+    ]
     edges: list[Any] = []
     differentiable: list[bool] = []
     changed_arguments = {id(before[i]): i for i in changed}

@@ -26,6 +26,7 @@ from thunder.extend import ImplInfo
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+from hookkit import operators
 from hookkit.engine import gradflow
 from hookkit.engine.direct import DirectCall
 from hookkit.engine.eager import Autocast, EagerResult, OpaqueState, fill, provider_callee, run_eagerly, split_tensors
@@ -116,6 +117,7 @@ class OpaqueCall:
         needs: for each slot whether it requires grad.
         grad_mode: whether grad mode is on around the call.
         autocasts: the autocast regions around the call.
+        written: the slots that it changes in place, by its schema.
         expected: what it returns.
         program_outputs: from the place of a gradient to that of the program's output whose gradient it is.
         direct: the short way of the call, if it has one.
@@ -131,6 +133,7 @@ class OpaqueCall:
     needs: tuple[bool, ...]
     grad_mode: bool
     autocasts: tuple[Autocast, ...]
+    written: frozenset[int] = frozenset()
     expected: Expected | None = None
     program_outputs: dict[int, int] = attrs.field(factory=dict)
     direct: DirectCall | None = None
@@ -148,6 +151,7 @@ class OpaqueCall:
             grad_mode=self.grad_mode,
             autocasts=self.autocasts,
             copied=copied,
+            written=self.written,
         )
 
     @property
@@ -402,8 +406,18 @@ def _operator(invocation: Invocation) -> tuple[OpaqueCall, list[Proxy]]:
     )
     needs = tuple(gradflow.requires_grad(trace, p) for p in slots)
     direct = DirectCall.of(call.function if rule.opaque_callee else None, arguments, needs)
-    note = invocation.note
-    return OpaqueCall(str(call), note, callee, arguments, needs, invocation.grad_mode, autocasts, direct=direct), slots
+    changed = frozenset(s.index for s in leaves(operators.written(callee, *arguments)) if isinstance(s, Slot))
+    return OpaqueCall(
+        description=str(call),
+        note=invocation.note,
+        callee=callee,
+        arguments=arguments,
+        needs=needs,
+        grad_mode=invocation.grad_mode,
+        autocasts=autocasts,
+        written=changed,
+        direct=direct,
+    ), slots
 
 
 def _torch_dtype(dtype: Any) -> torch.dtype:
@@ -490,20 +504,23 @@ def _find_metadata(
     provider = invocation.rule.meta_provider
     if provider is not None:
         return _from_meta_function(invocation, operator, slots, provider)
+    # Of an operator that is a function of Python no fake function can be asked for.
+    lacking = invocation.call.unsupported is not None and not invocation.operator_functions
     with _no_side_effects(invocation) as writes_undone:
         try:
-            watch = _Watch(refuse_memory=invocation.call.unsupported is None)
+            watch = _Watch(refuse_memory=not lacking)
             with FakeTensorMode(allow_non_fake_inputs=True), watch, writes_undone:
                 return _probe(operator, [_example(p, None) for p in slots])
         except Exception as error:
             without_data = error
         if _is_same(without_data, pending):
             raise Raised(without_data, interpreted=False)
-        if invocation.call.unsupported is not None:
+        if lacking:
             # What an operation of torch does not tell without data depends on the data.
             raise MetaError(
                 f"{invocation.call} cannot be part of a compiled program: {invocation.call.unsupported}; and its "
                 f"result is not known before the program runs ({type(without_data).__name__}: {without_data})"
+                + _how_to_tell(invocation.call.callable)
             ) from without_data
         try:
             with writes_undone:
@@ -530,6 +547,16 @@ def _find_metadata(
         stacklevel=2,
     )
     return first
+
+
+def _how_to_tell(callee: Any) -> str:
+    overload = operators.overload_of(callee)
+    if overload is None or not operators.is_custom(overload):
+        return ""
+    return (
+        f". If {overload.name()} has no fake function, which tells the shapes and dtypes of its results, add one: "
+        f'@torch.library.register_fake("{overload.name()}")'
+    )
 
 
 def _on_examples(invocation: Invocation, operator: OpaqueCall, slots: list[Proxy]) -> tuple[Expected, Expected]:
@@ -610,6 +637,8 @@ def _probe_gradients(operator: OpaqueCall, result: EagerResult, tensors: list[to
         return []
     gradients = [torch.ones_like(t) for t, d in zip(tensors, result.differentiable, strict=True) if d]
     wanted = [i for i, n in enumerate(operator.needs) if n]
+    if operators.is_custom(operator.callee):
+        return wanted  # without data its kernel does not run, through which PyTorch may differentiate
     try:
         with torch.no_grad():
             found = result.state.backward(gradients)

@@ -1,5 +1,19 @@
 """The rules that ship with hookkit; each file is what a user could have written."""
 
-from hookkit.rules import autograd_function, autograd_function_apply, checkpoint, operations, refusals
+from hookkit.rules import (
+    autograd_function,
+    autograd_function_apply,
+    checkpoint,
+    custom_operators,
+    operations,
+    refusals,
+)
 
-__all__ = ["autograd_function", "autograd_function_apply", "checkpoint", "operations", "refusals"]
+__all__ = [
+    "autograd_function",
+    "autograd_function_apply",
+    "checkpoint",
+    "custom_operators",
+    "operations",
+    "refusals",
+]
