@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from hookkit.modes import mode
     from hookkit.registry import rules
     from hookkit.reporting import explain, report
-    from hookkit.residuals import mark, save
+    from hookkit.residuals import mark, recompute, save
     from hookkit.rule import Rule, rule, use
     from hookkit.targets import decline, where
 
@@ -59,6 +59,7 @@ __all__ = [
     "is_enabled",
     "mark",
     "mode",
+    "recompute",
     "report",
     "rule",
     "rules",
@@ -87,7 +88,7 @@ _MODULES = {
     "modes": ("mode",),
     "registry": ("rules",),
     "reporting": ("explain", "report"),
-    "residuals": ("mark", "save"),
+    "residuals": ("mark", "recompute", "save"),
     "rule": ("Rule", "rule", "use"),
     "targets": ("decline", "where"),
 }

@@ -8,6 +8,8 @@ from typing import Any
 
 import attrs
 
+from hookkit.operators import Operator, operator_of
+
 __all__ = ["Call", "Source"]
 
 Details = Callable[[], tuple[tuple[Any, ...], dict[str, Any], tuple[bool, ...], "Source | None"]]
@@ -51,6 +53,7 @@ class Call:
     unsupported: str | None = None
     _details: Details | None = attrs.field(init=False, default=None, repr=False)
     _name: str | None = attrs.field(init=False, default=None, repr=False)
+    _operators: list[Operator | None] = attrs.field(init=False, factory=list, repr=False)
 
     @classmethod
     def pending(
@@ -63,7 +66,7 @@ class Call:
         """
         call = cls.__new__(cls)
         call.callable, call.function, call._details, call._name = callable_, function, details, None
-        call.unsupported = unsupported
+        call.unsupported, call._operators = unsupported, []
         return call
 
     def __getattr__(self, name: str) -> Any:
@@ -84,6 +87,13 @@ class Call:
                 named = named.__self__
             self._name = str(getattr(named, "__name__", None) or type(named).__name__)
         return self._name
+
+    @property
+    def operator(self) -> Operator | None:
+        """What was registered for the operator of ``torch.library`` that is called; None for any other call."""
+        if not self._operators:
+            self._operators.append(operator_of(self.callable))
+        return self._operators[0]
 
     def __str__(self) -> str:
         where = f" at {self.source}" if self.source else ""

@@ -8,13 +8,16 @@ runs while thunder is being imported (see ``hookkit.autoload``).
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import BuiltinMethodType, MethodType, ModuleType
+from types import BuiltinMethodType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.autograd import Function
 from torch.fx import GraphModule
 from torch.fx._lazy_graph_module import _LazyGraphModule
@@ -22,6 +25,8 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 __all__ = [
     "active_measures",
     "apply_of",
+    "autograd_formula",
+    "composite_kernel",
     "function_owner",
     "graph_is_kept",
     "higher_order_apply_targets",
@@ -212,6 +217,89 @@ def nodes_need_owners() -> bool:
         return len(node.saved_tensors) != 1
     except RuntimeError:
         return True
+
+
+def autograd_formula(operator: OpOverload) -> tuple[Callable[..., Any] | None, Callable[..., Any] | None]:
+    """The ``setup_context`` and ``backward`` with which ``register_autograd`` was called for an operator.
+
+    None where there is none, or where it is not found: the operator is differentiated by PyTorch then.
+    """
+    # torch keeps them in closures: the `info` of `make_autograd_impl`, torch/_library/autograd.py. Delete this, and
+    # what is below, when there is a public way to ask.
+    frame = _first_frame(operator, "Autograd")
+    backward = getattr(frame.get("Generated"), "backward", None) if frame is not None else None
+    while isinstance(backward, FunctionType):
+        variables = inspect.getclosurevars(backward).nonlocals
+        if "info" in variables:
+            info = variables["info"]
+            return info._setup_context_fn, info._backward_fn
+        backward = variables.get("orig_backward")  # of `supports_tensorlist`
+    return None, None
+
+
+def composite_kernel(operator: OpOverload) -> FunctionType | None:
+    """The Python function that was registered for an operator as ``CompositeImplicitAutograd``, or None."""
+    frame = _first_frame(operator, "CompositeImplicitAutograd")
+    if frame is None:
+        return None
+    code = frame["__code__"]
+    for function in gc.get_referrers(code):
+        if isinstance(function, FunctionType) and function.__code__ is code:
+            cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+            if all(frame.get(name, cell) is cell.cell_contents for name, cell in cells):
+                return function
+    return None
+
+
+class _FrameFound(Exception):
+    pass
+
+
+def _first_frame(operator: OpOverload, key: str) -> dict[str, Any] | None:
+    """The variables of the Python function that a call of an operator comes to first, which does not run.
+
+    torch can be asked whether there is a kernel, and not which. A function that the dispatcher calls is seen by
+    Python's profiling hook.
+
+    Args:
+        operator: the operator.
+        key: the dispatch key for which a kernel must be registered.
+
+    Returns:
+        The variables, and the function's code as ``__code__``; None if no function of Python is called.
+    """
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key):
+        return None
+    arguments = [_example(a) for a in operator._schema.arguments if not a.kwarg_only and not a.has_default_value()]
+    keywords = {a.name: _example(a) for a in operator._schema.arguments if a.kwarg_only and not a.has_default_value()}
+    found: dict[str, Any] = {}
+
+    def stop(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            found.update(frame.f_locals, __code__=frame.f_code)
+            raise _FrameFound
+
+    profile = sys.getprofile()
+    call = operator._op
+    with torch.no_grad():
+        sys.setprofile(stop)
+        try:
+            call(*arguments, **keywords)
+        except (_FrameFound, RuntimeError, TypeError, ValueError):  # or what the dispatcher says of such arguments
+            pass
+        finally:
+            sys.setprofile(profile)
+    return found or None
+
+
+def _example(argument: torch.Argument) -> Any:
+    """A value of the type of an operator's argument, without data."""
+    kind = str(argument.type)
+    if kind.startswith("Optional"):
+        return None
+    if kind.startswith("List"):
+        return [torch.empty(0, device="meta")] if "Tensor" in kind else []
+    return {"Tensor": torch.empty(0, device="meta"), "str": "", "Device": torch.device("meta")}.get(kind, 0)
 
 
 def active_measures() -> list[str]:

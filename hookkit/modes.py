@@ -19,9 +19,10 @@ import torch
 
 from hookkit.errors import RegistrationError
 
-__all__ = ["Mode", "ModeInForce", "check_mode", "fingerprint", "mode", "mode_in_force", "scope"]
+__all__ = ["Mode", "ModeInForce", "RuleMode", "check_mode", "fingerprint", "mode", "mode_in_force", "scope"]
 
 Mode = Literal["auto", "trace", "opaque"]
+RuleMode = Literal["auto", "trace", "opaque", "inline"]
 FunctionClass = TypeVar("FunctionClass", bound=type[Any])
 VARIABLE = "HOOKKIT_MODE"
 
@@ -35,18 +36,19 @@ _scope: ContextVar[Mode | None] = ContextVar("hookkit_mode", default=None)
 class ModeInForce:
     """A mode, and who says so, for messages."""
 
-    mode: Mode
+    mode: RuleMode
     said_by: str
 
 
-def check_mode(value: Any) -> None:
-    """Refuse what is no mode.
+def check_mode(value: Any, *others: str) -> None:
+    """Refuse what is no mode, and none of the others that are allowed here.
 
     Raises:
         RegistrationError: if it is none.
     """
-    if value not in ("auto", "trace", "opaque"):
-        raise RegistrationError(f'mode={value!r}; expected "auto", "trace" or "opaque"')
+    allowed = ("auto", "trace", "opaque", *others)
+    if value not in allowed:
+        raise RegistrationError(f"mode={value!r}; expected one of {', '.join(allowed)}")
 
 
 def mode(value: Mode) -> Callable[[FunctionClass], FunctionClass]:

@@ -13,7 +13,6 @@ import thunder
 import thunder.plugins
 import torch
 import torch._dynamo
-import torch.utils.checkpoint
 from thunder import clang
 from thunder.core import codeutils, interpreter, jit_ext
 from thunder.core.compile_data import get_compile_data
@@ -34,6 +33,7 @@ from hookkit.engine import (
     modules,
     mutation,
     operations,
+    recomputation,
     shortcuts,
 )
 from hookkit.engine.calls import lookaside_for, trace_program
@@ -42,7 +42,7 @@ from hookkit.engine.iteration import iterator_lookaside
 from hookkit.engine.methods import attribute_lookup, fallback_of, method_lookup, torch_callee
 from hookkit.engine.symbols import export_leaks
 from hookkit.registry import registry
-from hookkit.residuals import mark, save
+from hookkit.residuals import mark, recompute, save
 
 __all__ = ["disable", "enable", "is_enabled"]
 
@@ -142,6 +142,7 @@ def _patches() -> list[Patch]:
         for name, correction in (
             ("grad_transform_on_trace", differentiation.differentiate),
             ("split_into_forward_and_backward", differentiation.split),
+            ("_should_recompute_bsym_in_backward", recomputation.is_recomputed),
         )
     ]
     patches.append(Patch(thunder, "_get_cache_info", _cache_info(thunder._get_cache_info)))
@@ -173,9 +174,6 @@ def _patches() -> list[Patch]:
         Patch(FunctionCtx, "set_materialize_grads", torch._dynamo.disable(FunctionCtx.set_materialize_grads)),
         Patch(ThunderFunction, "backward", staticmethod(partial(connection.backward, ThunderFunction.backward))),
     ]
-    lookasides = jit_ext._general_jit_lookaside_map
-    checkpoint = torch.utils.checkpoint.checkpoint
-    patches.append(Patch(lookasides, checkpoint, partial(corrections.checkpoint, lookasides[checkpoint])))
     return patches
 
 
@@ -220,6 +218,7 @@ def _lookaside(stock: Callable[..., Any]) -> Callable[..., Any]:
     answers[TensorProxy.dtype.fget] = interpreter_needs_wrap(corrections.torch_dtype)
     native = {f: interpreter_needs_wrap(f) for f in (save, mark)}
     answers.update(native)
+    answers[recompute] = recomputation.recompute
     answers[torch.inference_mode] = partial(interpreter._interpret_call, corrections.inference_mode)
 
     def general_jit_lookaside(fn: Any, *args: Any, **kwargs: Any) -> Any:

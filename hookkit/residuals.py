@@ -5,14 +5,16 @@ Nothing here knows thunder: residuals are plain attributes on a plain object.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import attrs
+from torch.utils.checkpoint import checkpoint
 
 from hookkit.errors import HookError
 
-__all__ = ["Marks", "Residuals", "mark", "save"]
+__all__ = ["Marks", "Residuals", "mark", "recompute", "save"]
 
 
 @attrs.define
@@ -107,3 +109,28 @@ def mark(
     """
     residuals.__dict__["_marks"] = Marks(tuple(non_differentiable), tuple(dirty), bool(materialize_grads))
     return residuals
+
+
+def recompute(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call a function, and keep nothing of what it computes for the backward, which computes it again.
+
+    In a compiled program, where grad mode is on, this is less memory for more time. The arguments and the results are
+    kept if the backward needs them, and random numbers of operations that thunder knows; an operator that PyTorch runs
+    draws the same numbers again. Outside of a compiled program it is ``torch.utils.checkpoint.checkpoint``.
+
+    Args:
+        function: the function, or a module.
+        *args: its positional arguments.
+        **kwargs: its keyword arguments.
+
+    Returns:
+        What the function returns.
+
+    Example:
+        >>> import hookkit, torch
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> hookkit.recompute(torch.exp, x).sum().backward()
+        >>> x.grad
+        tensor([2.7183, 2.7183, 2.7183])
+    """
+    return checkpoint(functools.partial(function, **kwargs), *args, use_reentrant=False)

@@ -13,7 +13,7 @@ import attrs
 
 from hookkit.call import Call, Source
 from hookkit.errors import HookError, RegistrationError
-from hookkit.modes import Mode, check_mode
+from hookkit.modes import Mode, RuleMode, check_mode
 from hookkit.modes import scope as mode_scope
 from hookkit.registry import registry
 from hookkit.targets import Target, describe_callable, is_lambda, make_target, place_of, signature_of
@@ -37,7 +37,7 @@ class Rule:
         name: the name in traces, reports and messages.
         targets: what it matches.
         forward: the forward provider, or None: the callee itself, run by PyTorch (opaque rules only).
-        mode: ``"auto"``, ``"trace"`` or ``"opaque"``.
+        mode: ``"auto"``, ``"trace"``, ``"opaque"`` or ``"inline"``.
         priority: the higher one wins.
         declared_at: file and line of the declaration.
     """
@@ -45,7 +45,7 @@ class Rule:
     name: str
     targets: tuple[Target, ...]
     forward: Callable[..., Any] | None
-    mode: Mode
+    mode: RuleMode
     priority: int
     declared_at: Source
     pass_call: bool = False
@@ -105,6 +105,11 @@ class Rule:
             raise RegistrationError(
                 f"the rule {self.name}, declared at {self.declared_at}, has no forward provider, so PyTorch gives the "
                 "gradients of its target; a backward provider needs a forward provider that saves residuals for it"
+            )
+        if self.mode == "inline":
+            raise RegistrationError(
+                f'the rule {self.name}, declared at {self.declared_at}, has mode="inline": thunder differentiates what '
+                "its forward provider does; a backward provider needs another mode"
             )
         self._check_provider("backward", self._backward, provider)
         signature = signature_of(provider)
@@ -257,7 +262,7 @@ def rule(
 def rule(
     target: Any,
     *,
-    mode: Literal["auto", "trace"] = ...,
+    mode: Literal["auto", "trace", "inline"] = ...,
     priority: int = ...,
     name: str | None = ...,
     pass_call: bool = ...,
@@ -271,7 +276,7 @@ def rule(
 def rule(
     target: Any,
     *,
-    mode: Mode = "auto",
+    mode: RuleMode = "auto",
     priority: int = 0,
     name: str | None = None,
     pass_call: bool = False,
@@ -295,7 +300,8 @@ def rule(
             :func:`hookkit.where` predicate; a name ``"package.module:name"``, which imports nothing; or a list of
             these.
         mode: ``"auto"`` traces the forward provider and falls back to one opaque operator; ``"trace"`` makes the
-            fallback an error; ``"opaque"`` makes it an operator at once.
+            fallback an error; ``"opaque"`` makes it an operator at once; ``"inline"`` has no operator: the program goes
+            on in the forward provider, as if that had been called, and thunder differentiates what it does.
         priority: among the rules that match, the one with the highest priority wins.
         name: the name in traces and messages; by default the provider's.
         pass_call: whether the providers get the :class:`hookkit.Call` as their first argument.
@@ -326,7 +332,7 @@ def rule(
         ...     return {"x": grad * (saved.s + saved.x * saved.s * (1 - saved.s))}
         >>> swish_rule.unregister()
     """
-    check_mode(mode)
+    check_mode(mode, "inline")
     if track not in ("tree", "positional"):
         raise RegistrationError(f'track={track!r}; expected "tree" or "positional"')
     if not isinstance(priority, int):

@@ -28,6 +28,7 @@ ORDER = [
     ["registry.py"],
     ["targets.py", "modes.py"],
     ["call.py"],
+    ["operators.py"],
     ["residuals.py"],
     ["compat.py"],
     ["errors.py"],

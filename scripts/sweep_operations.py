@@ -1,8 +1,8 @@
 """Compares programs of one operation each with eager PyTorch, for every operator of torch's own operator database.
 
 The database is ``op_db`` in torch/testing/_internal/common_methods_invocations.py, which needs the package expecttest.
-An operator is called as a function, as a method and in place, where it has these forms, on a few of its samples; outputs,
-structure, dtypes, ``requires_grad`` and gradients are compared, once with thunder alone and once with hookkit.
+An operator is called as a function, as a method and in place, where it has these forms, on a few of its samples;
+outputs, structure, dtypes, ``requires_grad`` and gradients are compared, once with thunder alone and once with hookkit.
 
 Run as ``python scripts/sweep_operations.py [--jobs N] [--only NAME ...] [--inputs KIND] OUT.json``.
 """
@@ -25,13 +25,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import thunder
 import torch
 from torch.testing._internal import common_methods_invocations
 from torch.testing._internal.common_methods_invocations import op_db
 
 import hookkit
-import thunder
-import thunder
 from hookkit.testing import _difference, _observe, _structure
 
 # Random operators of the database set a seed before they run, in Python code that is not the operator's.

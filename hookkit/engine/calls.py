@@ -62,6 +62,8 @@ def lookaside_for(
         nonlocal args, kwargs
         if function is not None:
             args, kwargs = _positional(owner, args, kwargs)
+        elif call.operator is not None and call.operator.functions:
+            args, kwargs = call.operator.arrange(args, kwargs, wrap_const)
         uargs, ukwargs = unwrap_arguments(args, kwargs)
         return uargs, ukwargs, tuple(gradflow.requires_grad(trace, a) for a in uargs), user_source()
 
@@ -183,9 +185,13 @@ def _take_over(
     misfit = _misfit(call)
     if misfit is not None:
         return raise_in_program(misfit)
-    # A rule's own provider may call what it stands for; a Function may apply itself to something else.
-    token = _running.set((*_running.get(), (rule, call.callable)) if call.function is None else _running.get())
+    # A rule's own provider may call what it stands for; a Function may apply itself to something else, and what runs
+    # inline is the program's own code.
+    is_own = call.function is None and rule.mode != "inline"
+    token = _running.set((*_running.get(), (rule, call.callable)) if is_own else _running.get())
     caching.note_call(invocation.subject if call.function is not None else rule.forward)
+    for function in invocation.operator_functions:
+        caching.note_call(function)
     try:
         with record.running(get_jit_ctx().computation_trace):
             return _run(invocation, record)
@@ -212,6 +218,9 @@ def _misfit(call: Call) -> TypeError | None:
 
 def _run(invocation: Invocation, record: records.CallRecord) -> Any:
     rule, call = invocation.rule, invocation.call
+    if rule.mode == "inline":
+        record.became("traced")
+        return _interpret_call(rule.forward, *invocation.provider_arguments(), **invocation.kwargs)
     trace = get_jit_ctx().computation_trace
     key = replay.key_of(invocation)
     reason = _why_opaque(invocation, key)
@@ -274,7 +283,7 @@ def _reachable(invocation: Invocation) -> tuple[State, State]:
     rule = invocation.rule
     # Where the callee runs itself the providers are hookkit's own, and the Function is among what is given.
     itself = rule.opaque_callee and invocation.call.function is not None
-    providers = [] if itself else [rule.forward, rule.backward_provider]
+    providers = [] if itself else [rule.forward, rule.backward_provider, *invocation.operator_functions]
     outside = [g for g in given if not invocation.is_made_by_program(g)]
     everything = State.reachable_from([*map(unwrap, given), *providers])
     if len(outside) == len(given):

@@ -7,8 +7,6 @@ that one; when thunder has mended it, it can go.
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import re
 from collections.abc import Callable
 from numbers import Number
@@ -17,17 +15,14 @@ from typing import Any
 import torch
 from thunder.core.devices import cpu
 from thunder.core.dtypes import to_torch_dtype
-from thunder.core.interpreter import INTERPRETER_SIGNALS, PseudoInst, _interpret_call
+from thunder.core.interpreter import PseudoInst
 from thunder.core.proxies import NumberProxy, TensorProxy
 
 from hookkit.engine.opaque import record_constant
-from hookkit.engine.tracing import raise_in_program
-from hookkit.errors import HookError
 
 __all__ = [
     "DECISIONS",
     "broadcast",
-    "checkpoint",
     "compare",
     "inference_mode",
     "keys_count",
@@ -127,25 +122,3 @@ def inference_mode(mode: Any = True) -> Any:
     Interpreted. What a compiled program computes are no inference tensors; they require no grad.
     """
     return torch.no_grad() if mode else contextlib.nullcontext()
-
-
-def checkpoint(stock: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
-    """``torch.utils.checkpoint.checkpoint`` of wrapped values.
-
-    thunder takes no keywords for the function, and raises a str for ``use_reentrant=True``.
-    """
-    reentrant = kwargs.get("use_reentrant")
-    if reentrant is not None and reentrant.value:
-        return raise_in_program(
-            HookError(
-                "torch.utils.checkpoint with use_reentrant=True is not supported in a program compiled by thunder; "
-                "pass use_reentrant=False, whose gradients are the same"
-            )
-        )
-    options = {k: v for k, v in kwargs.items() if k in inspect.signature(stock).parameters}
-    given = {k: v for k, v in kwargs.items() if k not in options}
-    if given:
-        function = _interpret_call(functools.partial, function, **given)
-        if function is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
-            return function
-    return stock(function, *args, **options)

@@ -23,21 +23,12 @@ from hookkit.engine.connection import Functions
 from hookkit.engine.mutation import Retrace
 from hookkit.engine.reach import reach_of_calls
 from hookkit.engine.symbols import Composite, called
+from hookkit.engine.values import Tag
 
 __all__ = ["RESIDUAL", "check_undefined", "differentiate", "split"]
 
 
-class _Tag:
-    """A mark on a proxy; thunder hands proxies' tags on to their replacements."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __repr__(self) -> str:
-        return self.name
-
-
-RESIDUAL = _Tag("hookkit.RESIDUAL")
+RESIDUAL = Tag("hookkit.RESIDUAL")
 
 _calls: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
 _reach: weakref.WeakKeyDictionary[Any, list[frozenset[int]]] = weakref.WeakKeyDictionary()
@@ -66,7 +57,6 @@ def differentiate(stock: Callable[..., Any], trace: Any) -> Any:
         if call is not None and not isinstance(call, Composite):
             call.output_reach = reached
     _feed_undefined(trace, outputs)
-    _keep_random_results(trace)
     _calls[get_compile_data()] = [b.sym.name for b in trace.bound_symbols if gradflow.is_explicit(b)]
     joint = stock(trace)
     _drop_undefined_gradients(joint)
@@ -129,24 +119,6 @@ def _fed_undefined(trace: Any, outputs: Any) -> Iterator[tuple[Any, Any, Any, bo
             defined.update(a.name for a in given)
         if source is not None:
             undefined.update({a.name: source for a in _tracked(bsym) if gradflow.requires_grad(trace, a)})
-
-
-def _keep_random_results(trace: Any) -> None:
-    """Have calls that draw random numbers, or may, run once, also under ``torch.utils.checkpoint``.
-
-    thunder runs in the backward again what is checkpointed, and draws other numbers; eager PyTorch puts the generators
-    back before.
-    """
-    for bsym in trace.bound_symbols:
-        if gradflow.is_explicit(bsym) and (bsym.sym.is_prim or draws(bsym)):
-            bsym.tags.discard(BoundSymbolTag.RECOMPUTE_IN_BACKWARD)
-            for out in bsym.flat_proxy_outs:
-                out.tags.discard(ProxyTag.RECOMPUTE_IN_BACKWARD)
-
-
-def draws(bsym: Any) -> bool:
-    """Whether an operation, or one beneath it, draws random numbers."""
-    return bool(bsym.sym.tags and prims.OpTags.RANDOM_OP in bsym.sym.tags) or any(map(draws, bsym.subsymbols))
 
 
 def _drop_undefined_gradients(joint: Any) -> None:

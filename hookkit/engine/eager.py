@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -185,6 +185,7 @@ def run_eagerly(
     autocasts: Sequence[Autocast] = (),
     copied: Sequence[int] = (),
     with_root: bool = False,
+    written: Collection[int] = (),
 ) -> EagerResult:
     """Call a callee as eager PyTorch would at this place of the program.
 
@@ -197,6 +198,7 @@ def run_eagerly(
         autocasts: the autocast regions around the call, outermost first.
         copied: the indices of tensors that the callee changes in place; it gets copies.
         with_root: whether the backward is to run without any gradient, too.
+        written: the indices of those that it changes although PyTorch does not count the change.
 
     Returns:
         The output and how to differentiate it.
@@ -230,7 +232,7 @@ def run_eagerly(
     args, kwargs = fill(arguments, prepared)
     with torch.set_grad_enabled(grad_mode), _autocast(autocasts):
         output = callee(*args, **kwargs)
-    changed = [i for i, version in enumerate(versions) if version is not None and before[i]._version != version]
+    changed = [i for i, v in enumerate(versions) if v is not None and (i in written or before[i]._version != v)]
     edges: list[Any] = []
     root: torch.Tensor | None = None
     differentiable: list[bool] = []

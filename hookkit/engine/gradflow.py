@@ -17,6 +17,7 @@ from hookkit.engine.values import is_differentiable_dtype
 
 __all__ = [
     "CALL",
+    "DRAWS",
     "OPAQUE_BACKWARD",
     "TRACED",
     "WHERE_USED",
@@ -33,6 +34,7 @@ CALL = "hookkit.call."  # its results say whether they require grad
 TRACED = "hookkit.traced."  # thunder differentiates its operations
 OPAQUE_BACKWARD = "hookkit.backward."
 WHERE_USED = "hookkit.where_used."
+DRAWS = "hookkit_draws."  # keeps the state of random generators; part of no call
 
 
 class _Flow:

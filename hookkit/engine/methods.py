@@ -18,6 +18,7 @@ from thunder.core.interpreter import interpreter_needs_wrap
 from thunder.core.jit_ext import record_source_loc_in_symbol_header
 from thunder.core.langctxs import Languages, resolve_language, resolve_method
 from thunder.core.proxies import TensorProxy
+from torch._library.custom_ops import CustomOpDef
 
 from hookkit.engine import records
 from hookkit.engine.tracing import raise_in_program
@@ -61,7 +62,7 @@ def torch_callee(function: Any) -> Any:
         return getattr(torch.Tensor, function.name)
     if inspect.isfunction(function):
         return _TORCH_METHODS.get(function, function)
-    return function
+    return function._opoverload if isinstance(function, CustomOpDef) else function
 
 
 def method_lookup(function: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:

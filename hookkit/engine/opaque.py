@@ -12,6 +12,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import attrs
@@ -26,11 +27,13 @@ from thunder.extend import ImplInfo
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+from hookkit import operators
 from hookkit.engine import gradflow
 from hookkit.engine.direct import DirectCall, NodeState
 from hookkit.engine.eager import Autocast, EagerResult, OpaqueState, fill, provider_callee, run_eagerly, split_tensors
 from hookkit.engine.effects import Generators, State, WritesUndone
 from hookkit.engine.reach import none_used, undefined_outputs
+from hookkit.engine.recomputation import is_recomputing, record_draws
 from hookkit.engine.symbols import feed_undefined, make_symbol, symbol_name
 from hookkit.engine.traced import Invocation
 from hookkit.engine.tracing import Raised, add_note
@@ -117,6 +120,7 @@ class OpaqueCall:
         needs: for each slot whether it requires grad.
         grad_mode: whether grad mode is on around the call.
         autocasts: the autocast regions around the call.
+        written: the slots that it changes in place, by its schema.
         expected: what it returns.
         program_outputs: from the place of a gradient to that of the program's output whose gradient it is.
         direct: the short way of the call, if it has one.
@@ -137,6 +141,7 @@ class OpaqueCall:
     needs: tuple[bool, ...]
     grad_mode: bool
     autocasts: tuple[Autocast, ...]
+    written: frozenset[int] = frozenset()
     expected: Expected | None = None
     program_outputs: dict[int, int] = attrs.field(factory=dict)
     direct: DirectCall | None = None
@@ -170,6 +175,7 @@ class OpaqueCall:
             autocasts=self.autocasts,
             copied=copied,
             with_root=self.is_fed_undefined,
+            written=self.written,
         )
 
     @property
@@ -345,18 +351,26 @@ def opaque_call(invocation: Invocation, pending: BaseException | None) -> Any:
         return tuple(outputs)
 
     meta.operator = operator  # type: ignore[attr-defined]
-    symbol = make_symbol(
-        jit.ad_hoc_executor, name, meta, operator.operator(), kind=gradflow.CALL, is_prim=True, keep=True
-    )
+    # What it changes in place is not as it was when it would run again.
+    again = is_recomputing() and not expected.changed
+    draws = [record_draws()] if again else []
+    run = partial(_with_same_draws, operator.operator()) if again else operator.operator()
+    symbol = make_symbol(jit.ad_hoc_executor, name, meta, run, kind=gradflow.CALL, is_prim=True, keep=True)
     transform = symbol
     if operator.has_backward:
         transform = _gradient_transform(jit.ad_hoc_executor, symbol, name, operator, slots)
     jit.ad_hoc_executor._implmap[symbol.id] = ImplInfo(symbol=symbol, grad_transform=transform)
     with tracectx(trace):
-        results = symbol(*slots)
+        results = symbol(*slots, *draws)
     meta.views = frozenset(results[i].name for i in expected.views)  # type: ignore[attr-defined]  # mutation.check asks
     returned = fill(expected.structure, _write_back(invocation, slots, expected, list(results)))
     return wrap_result(returned, invocation.owner, *invocation.args)
+
+
+def _with_same_draws(run: Callable[..., Any], *arguments: Any) -> Any:
+    *values, draws = arguments
+    with draws.same(values):
+        return run(*values)
 
 
 def record_constant(tensor: torch.Tensor) -> TensorProxy:
@@ -449,13 +463,14 @@ def _operator(invocation: Invocation) -> tuple[OpaqueCall, list[Proxy]]:
     needs = tuple(gradflow.requires_grad(trace, p) for p in slots)
     function = call.function if rule.opaque_callee else None
     operator = OpaqueCall(
-        str(call),
-        invocation.note,
-        callee,
-        arguments,
-        needs,
-        invocation.grad_mode,
-        autocasts,
+        description=str(call),
+        note=invocation.note,
+        callee=callee,
+        arguments=arguments,
+        needs=needs,
+        grad_mode=invocation.grad_mode,
+        autocasts=autocasts,
+        written=frozenset(s.index for s in leaves(operators.written(callee, *arguments)) if isinstance(s, Slot)),
         direct=DirectCall.of(function, arguments, needs),
         is_function=function is not None,
     )
@@ -550,16 +565,18 @@ def _find_metadata(
     provider = invocation.rule.meta_provider
     if provider is not None:
         return _from_meta_function(invocation, operator, slots, provider)
+    # Of an operator that is a function of Python no fake function can be asked for.
+    lacking = invocation.call.unsupported is not None and not invocation.operator_functions
     with _no_side_effects(invocation) as writes_undone:
         try:
-            watch = _Watch(refuse_memory=invocation.call.unsupported is None)
+            watch = _Watch(refuse_memory=not lacking)
             with FakeTensorMode(allow_non_fake_inputs=True), watch, writes_undone:
                 return _probe(operator, [_example(p, None) for p in slots])
         except Exception as error:
             without_data = error
         if _is_same(without_data, pending):
             raise Raised(without_data, interpreted=False)
-        if invocation.call.unsupported is not None:
+        if lacking:
             return _of_operation(invocation, operator, slots, without_data)
         try:
             with writes_undone:
@@ -604,9 +621,20 @@ def _of_operation(
                 return first
     raise MetaError(
         f"{invocation.call} cannot be part of a compiled program: {invocation.call.unsupported}; and what it returns "
-        f"depends on the values of tensors, so that it is not known before the program runs ({reason}). Call it outside "
-        "the compiled program, or write it with operations whose shapes are known (torch.where(mask, x, 0) for x[mask])."
+        f"depends on the values of tensors, so that it is not known before the program runs ({reason}). Call it "
+        "outside the compiled program, or write it with operations whose shapes are known (torch.where(mask, x, 0) for x[mask])"
+        + _how_to_tell(invocation.call.callable)
     ) from without_data
+
+
+def _how_to_tell(callee: Any) -> str:
+    overload = operators.overload_of(callee)
+    if overload is None or not operators.is_custom(overload):
+        return ""
+    return (
+        f". If {overload.name()} has no fake function, which tells the shapes and dtypes of its results, add one: "
+        f'@torch.library.register_fake("{overload.name()}")'
+    )
 
 
 def _on_examples(invocation: Invocation, operator: OpaqueCall, slots: list[Proxy]) -> tuple[Expected, Expected]:
@@ -690,6 +718,8 @@ def _probe_gradients(operator: OpaqueCall, result: EagerResult, tensors: list[to
         return []
     gradients = [torch.ones_like(t) for t, d in zip(tensors, result.differentiable, strict=True) if d]
     wanted = [i for i, n in enumerate(operator.needs) if n]
+    if operators.is_custom(operator.callee):
+        return wanted  # without data its kernel does not run, through which PyTorch may differentiate
     try:
         with torch.no_grad():
             found = result.state.backward(gradients)

@@ -79,6 +79,8 @@ def lacking(function: Any, callee: Any) -> str | None:
         return f"thunder runs PyTorch's {name}, and does not know its gradient, nor what its result depends on"
     if type(function) is TensorMethod:
         return None if function.is_known else f"thunder has no tensor method {name}"
+    if isinstance(callee, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        function = callee  # not what `torch.library.custom_op` made of it
     if function is not callee or _is_known(function):
         return None
     return f"thunder has no operation {name}"

@@ -20,6 +20,7 @@ from thunder.core.trace import TraceCtx, tracectx
 
 from hookkit.engine import gradflow
 from hookkit.engine.effects import State
+from hookkit.engine.recomputation import is_recomputing
 from hookkit.engine.symbols import Composite, fresh, renamed
 from hookkit.engine.traced import Invocation
 from hookkit.engine.values import PLAIN, is_container, leaves, map_leaves
@@ -87,6 +88,7 @@ def key_of(invocation: Invocation) -> tuple[Any, ...]:
         invocation.call.needs,
         invocation.grad_mode,
         tuple(map(str, data.autocast_stack.stack)),
+        is_recomputing(),
     )
 
 

@@ -69,8 +69,9 @@ class Invocation:
     @property
     def name(self) -> str:
         """What the call's symbol is called: after the Function, the rule, or what a predicate was asked about."""
-        by_rule = self.call.function is None and (self.rule.forward is not None or self.rule.is_named)
-        return self.rule.name if by_rule else self.call.name
+        if self.call.function is not None or self.operator_functions:
+            return self.call.name
+        return self.rule.name if self.rule.forward is not None or self.rule.is_named else self.call.name
 
     @property
     def subject(self) -> Any:
@@ -80,9 +81,18 @@ class Invocation:
         """
         if self.call.function is not None and self.rule.opaque_callee:
             return self.call.function
+        if self.operator_functions:
+            return self.call.callable
         if self.rule.pass_call and self.call.args and callable(self.call.args[0]):
             return getattr(self.call.args[0], "__code__", self.call.args[0])
         return self.rule
+
+    @property
+    def operator_functions(self) -> list[Any]:
+        """The functions of the operator that is called, if the rule traces those."""
+        if self.rule.forward is None or not self.rule.opaque_callee or self.call.operator is None:
+            return []
+        return self.call.operator.functions
 
     @property
     def note(self) -> str:
@@ -194,21 +204,28 @@ def _split(invocation: Invocation, wrapped: Any) -> tuple[Any, Any]:
 def _without_backward(invocation: Invocation, output: Any, forward: Attempt) -> tuple[Composite, Any]:
     """A composite that thunder differentiates by differentiating its operations."""
     trace = get_jit_ctx().computation_trace
-    produced = {o.name for b in forward.bound_symbols for o in b.flat_proxy_outs}
+    recorded, last_values = functionalise(trace, forward.bound_symbols)
+    symbols = list(recorded)
+    produced = {o.name for b in symbols for o in b.flat_proxy_outs}
+
+    def own(value: Any) -> Any:
+        if not isinstance(value, TensorProxy):
+            return value
+        value = last_values.get(variableify(value), value)
+        return value if value.name in produced else prims.shallow_copy(value)
+
     with tracectx(trace):
-        trace.push_scope(forward.bound_symbols)
+        trace.push_scope(symbols)
         try:
-            output = map_leaves(
-                lambda p: prims.shallow_copy(p) if isinstance(p, TensorProxy) and p.name not in produced else p, output
-            )
+            output = map_leaves(own, output)
         finally:
             trace.pop_scope()
     outputs = tuple({p.name: p for p in leaves(output) if isinstance(p, Proxy)}.values())
     composite = Composite(
-        name=invocation.rule.name,
-        inputs=tuple(_free(forward.bound_symbols)),
+        name=invocation.name,
+        inputs=tuple(_free(symbols)),
         outputs=outputs,
-        forward=forward.bound_symbols,
+        forward=symbols,
         explicit=False,
     )
     return composite, output

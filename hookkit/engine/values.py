@@ -20,6 +20,7 @@ from thunder.core.proxies import Proxy, TensorProxy
 __all__ = [
     "PLAIN",
     "Slot",
+    "Tag",
     "broadcasts_to",
     "is_differentiable_dtype",
     "leaves",
@@ -140,6 +141,16 @@ def is_differentiable_dtype(tensor: Any) -> bool:
 
 # Values that are what they look like.
 PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout)
+
+
+class Tag:
+    """A mark on a proxy; thunder hands proxies' tags on to their replacements."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return self.name
 
 
 @attrs.frozen

@@ -1,5 +1,21 @@
 """The rules that ship with hookkit; each file is what a user could have written."""
 
-from hookkit.rules import autograd_function, autograd_function_apply, corrections, operations, refusals
+from hookkit.rules import (
+    autograd_function,
+    autograd_function_apply,
+    checkpoint,
+    corrections,
+    custom_operators,
+    operations,
+    refusals,
+)
 
-__all__ = ["autograd_function", "autograd_function_apply", "corrections", "operations", "refusals"]
+__all__ = [
+    "autograd_function",
+    "autograd_function_apply",
+    "checkpoint",
+    "corrections",
+    "custom_operators",
+    "operations",
+    "refusals",
+]

@@ -1,7 +1,7 @@
 """Operations of torch that thunder has, and gets wrong: what PyTorch makes of them.
 
-Each says what thunder 0.2.6 does; when that is mended the rule can go. Operations that programs are full of stay traced;
-those that are rare, or wrong in a way that takes long to write down, PyTorch runs.
+Each says what thunder 0.2.6 does; when that is mended the rule can go. Operations that programs are full of stay
+traced; those that are rare, or wrong in a way that takes long to write down, PyTorch runs.
 """
 
 from __future__ import annotations

@@ -1,0 +1,68 @@
+"""torch.utils.checkpoint: what is computed inside is not kept for the backward, which computes it again.
+
+The arguments are those of ``torch.utils.checkpoint.checkpoint``; ``checkpoint_sequential`` calls it. What is computed
+again are the operations of the trace: it cannot differ from the first time, and stops where nothing more is needed, so
+``determinism_check``, ``debug`` and ``early_stop`` change nothing. Random numbers are the same in any case.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint, noop_context_fn
+
+import hookkit
+
+__all__ = ["checkpoint_rule", "tag_activation_checkpoint"]
+
+
+@hookkit.rule(checkpoint, mode="inline", priority=-100)
+def checkpoint_rule(
+    function: Any,
+    *args: Any,
+    use_reentrant: bool | None = None,
+    context_fn: Any = noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    preserve_rng_state: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """Recompute; or, with ``use_reentrant=True`` and no argument that requires grad, compute without a gradient."""
+    if use_reentrant is None:
+        warnings.warn(
+            "torch.utils.checkpoint: the use_reentrant parameter should be passed explicitly; in a program compiled by "
+            "thunder it is taken to be True",
+            stacklevel=1,
+        )
+        use_reentrant = True
+    if context_fn is not noop_context_fn:
+        if use_reentrant:
+            raise ValueError("Passing `context_fn` or `debug` is only supported when use_reentrant=False.")
+        raise hookkit.HookError(
+            "torch.utils.checkpoint with context_fn is not supported in a program compiled by thunder: what it does is "
+            "not known while the program is traced. Leave it out, or call hookkit.recompute on the parts of the "
+            "program that shall be recomputed."
+        )
+    if not use_reentrant:
+        if determinism_check not in ("default", "none"):
+            raise ValueError(f"determinism_check should be one of ['default', 'none'], got {determinism_check}")
+        return hookkit.recompute(function, *args, **kwargs)
+    if debug:
+        raise ValueError("Passing `context_fn` or `debug` is only supported when use_reentrant=False.")
+    if kwargs:
+        raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
+    if any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
+        return hookkit.recompute(function, *args)
+    if torch.is_grad_enabled():
+        warnings.warn("None of the inputs have requires_grad=True. Gradients will be None", stacklevel=1)
+    with torch.no_grad():
+        return function(*args)
+
+
+@hookkit.rule("torch.ops:higher_order.tag_activation_checkpoint", mode="inline", priority=-100)
+def tag_activation_checkpoint(gmod: Any, *args: Any, **kwargs: Any) -> Any:
+    """Recompute what Dynamo has found to be checkpointed, in either form; it has looked at the options."""
+    return hookkit.recompute(gmod, *args)
