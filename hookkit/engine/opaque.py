@@ -622,8 +622,8 @@ def _of_operation(
     raise MetaError(
         f"{invocation.call} cannot be part of a compiled program: {invocation.call.unsupported}; and what it returns "
         f"depends on the values of tensors, so that it is not known before the program runs ({reason}). Call it "
-        "outside the compiled program, or write it with operations whose shapes are known (torch.where(mask, x, 0) for x[mask])"
-        + _how_to_tell(invocation.call.callable)
+        "outside the compiled program, or write it with operations whose shapes are known (torch.where(mask, x, 0) for "
+        "x[mask])" + _how_to_tell(invocation.call.callable)
     ) from without_data
 
 
