@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test lint types layering docs bench matrix clean
+.PHONY: help demo test fuzz lint types layering docs bench matrix clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
@@ -22,6 +22,9 @@ demo: $(INSTALLED)  ## run examples/digits.py
 
 test: $(INSTALLED)  ## run the tests
 	$(BIN)/python -m pytest
+
+fuzz: $(INSTALLED)  ## try random programs, for 30 minutes or as in: make fuzz MINUTES=5
+	$(BIN)/python tests/fuzz.py $(or $(MINUTES),30)
 
 lint: $(INSTALLED)  ## check style and formatting
 	$(BIN)/ruff check .

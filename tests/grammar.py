@@ -168,6 +168,7 @@ def statement(scope: Scope, kinds: list[str], templates: list[str], temporaries:
         scope.add(f"kept = [{scope.fill('{a}')}, {scope.fill('{a}')}]", f"{new} = kept[0] * 2 + kept.pop()")
     elif kind == "call":
         apply(scope, new)
+        temporaries.update(n for n in scope.names if n.startswith(f"{new}_"))
     if new in scope.names:
         temporaries.add(new)
 

@@ -80,6 +80,22 @@ def test_a_function_is_made_opaque_by_a_rule_in_force():
         assert "opaque" in str(hookkit.report(jitted))
 
 
+def test_the_gradients_of_a_tensor_that_is_returned_twice_are_added_and_come_last():
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        y = x * 2
+        return y, y
+
+    twice = function(forward, lambda ctx, first, second: 100 * second.cos() + first.exp() + 0 * ctx.saved_tensors[0])
+
+    def program(x):
+        first, second = twice.apply(x)
+        return first, -second
+
+    with hookkit.use(hookkit.rule(twice, mode="opaque", register=False)):
+        assert_same(program, vector())
+
+
 @quiet
 def test_mode_trace_refuses_what_cannot_be_traced():
     def plain(x):

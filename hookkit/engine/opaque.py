@@ -702,8 +702,11 @@ def _can_go_directly(operator: OpaqueCall, result: EagerResult, structure: Any, 
     if operator.direct is None or result.state is None or not flat or not plain or not all(result.differentiable):
         return False
     node = result.state.edges[0].node
-    owned = isinstance(node, torch.autograd.function.BackwardCFunction)
-    return owned and all(e.node is node for e in result.state.edges) and operator.direct.keeps_its_inputs(node, values)
+    if not isinstance(node, torch.autograd.function.BackwardCFunction):
+        return False
+    # a tensor that is returned twice has the place of the last
+    places = [(e.node, e.output_nr) for e in result.state.edges]
+    return places == [(node, i) for i in range(len(places))] and operator.direct.keeps_its_inputs(node, values)
 
 
 def _sharing(tensors: list[torch.Tensor], values: list[Any]) -> list[int]:
