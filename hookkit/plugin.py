@@ -37,6 +37,7 @@ from hookkit.engine import (
     shortcuts,
 )
 from hookkit.engine.calls import lookaside_for, trace_program
+from hookkit.engine.eager import set_materialize_grads
 from hookkit.engine.functionalise import functionalise_program
 from hookkit.engine.iteration import iterator_lookaside
 from hookkit.engine.methods import attribute_lookup, fallback_of, method_lookup, torch_callee
@@ -171,7 +172,7 @@ def _patches() -> list[Patch]:
         Patch(thunder.plugins.names_to_plugins, "hookkit", Plugin),
         # Dynamo takes it for an attribute of ctx and forgets it, so that zeros come where the Function wants None. What
         # it may not trace it leaves to eager PyTorch: the Function then runs between two compiled graphs.
-        Patch(FunctionCtx, "set_materialize_grads", torch._dynamo.disable(FunctionCtx.set_materialize_grads)),
+        Patch(FunctionCtx, "set_materialize_grads", torch._dynamo.disable(set_materialize_grads)),
         Patch(ThunderFunction, "backward", staticmethod(partial(connection.backward, ThunderFunction.backward))),
     ]
     return patches

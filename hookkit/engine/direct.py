@@ -16,7 +16,7 @@ import torch
 
 from hookkit import compat
 from hookkit.engine import reach
-from hookkit.engine.eager import OpaqueState, undefined_root
+from hookkit.engine.eager import OpaqueState, materializes_grads, undefined_root
 from hookkit.engine.tracing import add_note
 from hookkit.engine.values import PLAIN, Slot, broadcasts_to
 
@@ -28,7 +28,7 @@ class NodeState(OpaqueState):
 
     __slots__ = ("call", "node", "owner")
 
-    def __init__(self, node: Any, call: DirectCall, owner: Any, root: torch.Tensor | None) -> None:
+    def __init__(self, node: Any, call: DirectCall, owner: Any, root: Any) -> None:
         self.node = node
         self.call = call
         self.owner = owner  # what keeps the node from freeing what it saved
@@ -54,7 +54,7 @@ class NodeState(OpaqueState):
     def _through_engine(self, gradients: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor | None]:
         """Let the engine decide what undefined gradients become."""
         edges = [torch.autograd.graph.GradientEdge(self.node, i) for i in range(len(gradients))]
-        used = self.starts([(e, g) for e, g in zip(edges, gradients, strict=True) if g is not None])
+        used = self.starts(edges, gradients)
         places = self.call.places
         if not used:
             return dict.fromkeys(i for i, _ in places)
@@ -120,6 +120,7 @@ class DirectCall:
         """
         template, tensors, apply = self.arguments, self.tensors, compat.apply_of(self.function)
         expected = [(m.shape, m.dtype, m.device) for m in metadata]
+        zeros = metadata[0].zeros if metadata else None
         count, parameter, tensor_type = len(expected), torch.nn.Parameter, torch.Tensor
         owner_of = torch.autograd.graph.get_gradient_edge if compat.nodes_need_owners() else None
         set_grad_mode, grad_mode = torch._C._set_grad_enabled, torch.is_grad_enabled
@@ -158,7 +159,9 @@ class DirectCall:
                     refuse(output)
                 results.append(tensor.detach())
             owner = owner_of(outputs[0]) if owner_of is not None else None
-            root = undefined_root(outputs[0]) if is_fed_undefined() else None
+            root = None
+            if is_fed_undefined():
+                root = zeros if materializes_grads(node) else undefined_root(outputs[0])
             results.append(NodeState(node, self, owner, root))
             return tuple(results)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -29,8 +30,10 @@ __all__ = [
     "EagerState",
     "OpaqueState",
     "fill",
+    "materializes_grads",
     "provider_callee",
     "run_eagerly",
+    "set_materialize_grads",
     "split_tensors",
 ]
 
@@ -59,6 +62,20 @@ class Autocast:
     enabled: bool
 
 
+_without_zeros: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def set_materialize_grads(ctx: Any, value: bool) -> None:
+    """``FunctionCtx.set_materialize_grads``; what was set cannot be read from a node, so it is noted."""
+    ctx.materialize_grads = value
+    (_without_zeros.discard if value else _without_zeros.add)(ctx)
+
+
+def materializes_grads(node: Any) -> bool:
+    """Whether the backward of a custom Function's node gets zeros, and not None, for a gradient that is undefined."""
+    return not _without_zeros.data or node not in _without_zeros  # data: the set itself, quick to ask
+
+
 def undefined_root(output: torch.Tensor) -> torch.Tensor:
     """A scalar from which PyTorch's engine reaches the node of an output without a gradient for it."""
     with torch.enable_grad():
@@ -70,17 +87,23 @@ class OpaqueState:
     """What an opaque call keeps for its backward.
 
     Attributes:
-        root: where the backward begins if no output of the call has a gradient; None if it does not run then.
+        root: where the backward begins if no output of the call has a gradient; or what makes the zeros with which it
+            begins; None if it does not run then.
     """
 
     __slots__ = ("__weakref__", "root")
 
     def __init__(self) -> None:
-        self.root: torch.Tensor | None = None
+        self.root: torch.Tensor | Callable[[], torch.Tensor] | None = None
 
-    def starts(self, used: list[tuple[Any, torch.Tensor]]) -> list[tuple[Any, torch.Tensor]]:
+    def starts(self, edges: Sequence[Any], gradients: Sequence[torch.Tensor | None]) -> list[tuple[Any, torch.Tensor]]:
         """Where the backward begins, each with its gradient; nowhere if it does not run."""
-        return used if used or self.root is None else [(self.root, torch.ones_like(self.root))]
+        used = [(e, g) for e, g in zip(edges, gradients, strict=True) if g is not None]
+        if used or self.root is None:
+            return used
+        if isinstance(self.root, torch.Tensor):
+            return [(self.root, torch.ones_like(self.root))]
+        return [(edges[0], self.root())]
 
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor | None]:
         """The gradient of each input that needs one, by the input's index; None where there is none."""
@@ -106,7 +129,7 @@ class EagerState(OpaqueState):
     entered: list[int]
     leaves: dict[int, torch.Tensor]
     anchor: torch.Tensor | None
-    root: torch.Tensor | None = None
+    root: torch.Tensor | Callable[[], torch.Tensor] | None = None
 
     def saved_bytes(self) -> int | None:
         """How much the graph keeps in tensors, each storage once; None if a node does not tell."""
@@ -136,7 +159,7 @@ class EagerState(OpaqueState):
         Args:
             gradients: for each output that requires grad its gradient, or None if nothing used it.
         """
-        used = self.starts([(e, g) for e, g in zip(self.edges, gradients, strict=True) if g is not None])
+        used = self.starts(self.edges, gradients)
         found: dict[int, torch.Tensor | None] = dict.fromkeys((*self.entered, *self.leaves))
         if not used:
             return found

@@ -84,7 +84,9 @@ def _(A: Any, B: Any, rcond: Any = None, *, driver: str | None = None) -> Any:
     residuals = A.new_empty((*batch, *columns) if m > n and driver != "gelsy" else (0,))
     rank = A.new_empty(batch if driver != "gels" else (0,), dtype=torch.int64)
     values = A.new_empty((*batch, min(m, n)) if driver in ("gelsd", "gelss") else (0,), dtype=A.abs().dtype)
-    returned = torch.return_types.linalg_lstsq((A.new_empty((*batch, n, *columns)), residuals, rank, values))
+    returned = torch.return_types.linalg_lstsq(  # type: ignore[attr-defined]
+        (A.new_empty((*batch, n, *columns)), residuals, rank, values)
+    )
     return returned, hookkit.mark(hookkit.save(), non_differentiable=[rank, values])
 
 
