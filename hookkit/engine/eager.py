@@ -73,7 +73,8 @@ def set_materialize_grads(ctx: Any, value: bool) -> None:
 
 def materializes_grads(node: Any) -> bool:
     """Whether the backward of a custom Function's node gets zeros, and not None, for a gradient that is undefined."""
-    return not _without_zeros.data or node not in _without_zeros  # data: the set itself, quick to ask
+    quick = not _without_zeros.data  # type: ignore[attr-defined]  # the set itself: this is asked at every step
+    return quick or node not in _without_zeros
 
 
 def undefined_root(output: torch.Tensor) -> torch.Tensor:
