@@ -39,8 +39,9 @@ layering: $(INSTALLED)  ## check that imports point downwards only
 docs: $(INSTALLED)  ## build the documentation in docs/_build/html
 	$(BIN)/sphinx-build -W -n --keep-going -b html docs docs/_build/html
 
-bench: $(INSTALLED)  ## run every benchmarks/bench_*.py
-	set -e; for script in benchmarks/bench_*.py; do $(BIN)/python $$script; done
+bench: $(INSTALLED)  ## run every benchmarks/bench_*.py; figures also as JSON in build/bench
+	set -e; for name in compile step registry; do \
+		$(BIN)/python benchmarks/bench_$$name.py --json build/bench/$$name.json; done
 
 matrix:  ## run the tests with another torch, as in: make matrix TORCH=2.9.1
 	@test -n '$(TORCH)' || { echo 'usage: make matrix TORCH=2.9.1'; exit 2; }

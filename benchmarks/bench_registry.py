@@ -1,28 +1,30 @@
-"""What rules cost that do not match: tracing with 1,000 of them, and the cache decision of each call.
+"""What hookkit costs where no rule matches: the import, tracing with 1,000 rules, the cache decision of each call.
 
-Prints the time to trace a program that matches no rule, and how much longer the registry takes to answer for its calls
-with 1,000 rules of all kinds; and how much of one call of a compiled program is spent on the rules in force. Times are
-those of this thread on the processor, so that what else the machine does counts little.
+Prints how long ``import hookkit`` takes in a new process, beside ``import torch``; the time to trace a program that
+matches no rule, and how long the registry takes to answer for its calls with the shipped rules alone and with 1,000
+more of all kinds; and how much of one call of a compiled program is spent on the rules in force.
 
-Run as ``python benchmarks/bench_registry.py``.
+Run as ``python benchmarks/bench_registry.py [--json FILE]``.
 """
 
 from __future__ import annotations
 
 import math
-import time
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import thunder
 import torch
+from measuring import begin, fastest, seconds, table, write
 
 import hookkit
 from hookkit.call import Call
 from hookkit.registry import Registry, registry
 
 RULES = 1000
-ROUNDS = 20
+ROUNDS, REPEATED = 20, 100
 
 
 class Layer(torch.nn.Module):
@@ -56,13 +58,6 @@ def declare_rules(count: int) -> list[hookkit.Rule]:
     return rules
 
 
-def seconds(work: Callable[[], object]) -> float:
-    """How long something takes this thread."""
-    start = time.thread_time()
-    work()
-    return time.thread_time() - start
-
-
 def trace() -> None:
     """Traces the program."""
     hookkit.explain(Layer(), torch.ones(4, 32))
@@ -93,43 +88,68 @@ def ask(calls: list[tuple[Any, type[Any] | None]]) -> None:
                 pass
 
 
-def compare_tracing() -> None:
-    """Prints what rules that match nothing add to tracing."""
+def imports() -> dict[str, float]:
+    """Seconds that imports take in a new process, the interpreter's own start not among them."""
+    imported = {"import hookkit": "hookkit", "import torch": "torch"}
+    work = "import time; t = time.process_time(); import {}; print(time.process_time() - t)"
+
+    def once(module: str) -> float:
+        command = [sys.executable, "-W", "ignore", "-c", work.format(module)]
+        return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+    return {name: min(once(module) for _ in range(5)) for name, module in imported.items()}
+
+
+def tracing() -> dict[str, float]:
+    """What rules that match nothing add to tracing."""
     calls = calls_of_a_trace()
-    start = time.perf_counter()
-    rules = declare_rules(RULES)
-    print(f"registering {RULES} rules: {1e6 * (time.perf_counter() - start) / RULES:.0f} us each")
-    with_rules = fastest(lambda: ask(calls), 1)
+    rules: list[hookkit.Rule] = []
+    registering = seconds(lambda: rules.extend(declare_rules(RULES)))
+    (with_rules,) = fastest(lambda: ask(calls), rounds=ROUNDS)
     for rule in rules:
         rule.unregister()
-    without = fastest(lambda: ask(calls), 1)
-    tracing = fastest(trace, 1)
-    print(
-        f"tracing a program that matches none: {1e3 * tracing:.0f} ms; about its {len(calls)} calls {RULES} rules "
-        f"add {1e3 * (with_rules - without):.1f} ms ({(with_rules - without) / tracing:.2%})"
-    )
+    without, trace_alone = fastest(lambda: ask(calls), trace, rounds=ROUNDS)
+    return {
+        "us to register a rule": 1e6 * registering / RULES,
+        "ms to trace": 1e3 * trace_alone,
+        "calls": len(calls),
+        "us to look up": 1e6 * without / len(calls),
+        f"with {RULES}": 1e6 * with_rules / len(calls),
+        "added to tracing": (with_rules - without) / trace_alone,
+    }
 
 
-def compare_steps() -> None:
-    """Prints what the rules in force add to each call of a compiled program: thunder asks for its record twice."""
+def step() -> dict[str, float]:
+    """What the rules in force add to each call of a compiled program: thunder asks for its record twice."""
     model, x = Layer(), torch.ones(4, 32)
     jitted = thunder.jit(model)
     jitted(x)
-    step = fastest(lambda: jitted(x))
     ask_twice = thunder._with_cache_info_ctx(lambda: (thunder._get_cache_info(), thunder._get_cache_info()))
-    enabled = fastest(ask_twice)
+
+    def repeatedly(work: Callable[[], object]) -> Callable[[], object]:
+        return lambda: [work() for _ in range(REPEATED)]
+
+    whole, enabled = fastest(repeatedly(lambda: jitted(x)), repeatedly(ask_twice), rounds=ROUNDS)
     hookkit.disable()
-    added = enabled - fastest(ask_twice)
+    (disabled,) = fastest(repeatedly(ask_twice), rounds=ROUNDS)
     hookkit.enable()
-    print(f"one forward step: {1e6 * step:.0f} us, of which {1e6 * added:.2f} us for the rules ({added / step:.2%})")
+    added = enabled - disabled
+    return {
+        "us of a forward step": 1e6 * whole / REPEATED,
+        "us for the rules": 1e6 * added / REPEATED,
+        "part": added / whole,
+    }
 
 
-def fastest(work: Callable[[], object], repeated: int = 100) -> float:
-    """How long something takes when nothing disturbs it."""
-    return min(seconds(lambda: [work() for _ in range(repeated)]) for _ in range(ROUNDS)) / repeated
+def main() -> None:
+    """Measure, print, write."""
+    options = begin(__doc__)
+    figures = {"imports": imports(), "tracing": tracing(), "step": step()}
+    table("seconds in a new process", [figures["imports"]])
+    table("tracing a program that matches no rule", [figures["tracing"]])
+    table("the cache decision of a compiled program", [figures["step"]])
+    write(options.json, figures)
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    compare_tracing()
-    compare_steps()
+    main()

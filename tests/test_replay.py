@@ -225,7 +225,7 @@ def test_a_global_that_the_program_changes_between_two_calls_is_read_again(monke
 
     monkeypatch.setitem(globals(), "FACTOR", 2.0)
     # Both values are guarded, and cannot both hold: the second call has not been taken for the first.
-    with pytest.raises(RuntimeError, match="Expected 3.0 to be equal to and have the type of 2.0"):
+    with pytest.raises(RuntimeError, match=r"Expected 3\.0 to be equal to and have the type of 2\.0"):
         thunder.jit(program)(vector())
 
 
