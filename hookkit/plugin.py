@@ -259,6 +259,8 @@ def _dispatch(
     the class keeps the provenance with which the program reached it, on which the guards rest, also where ``apply`` is
     a C classmethod (torch 2.14 and later).
     """
+    if jit_ext._jit_ctx.get(None) is None:  # thunder's interpreter, used by itself
+        return stock(compilectx, runtimectx, fn, *args, **kwargs)
     callee, owner = interpreter.unwrap(fn), None
     if callee is _function_apply and args:  # unbound already, by the interpreter's LOAD_METHOD
         owner, args = args[0], args[1:]
@@ -266,7 +268,7 @@ def _dispatch(
     elif compat.function_owner(callee) is not None:
         wrapped = fn if isinstance(fn, interpreter.WrappedValue) else interpreter.wrap_const(fn)
         owner = interpreter._interpret_call(getattr, wrapped, interpreter.wrap_const("__self__"))
-    if owner is None or not compilectx._with_provenance_tracking:
+    if owner is None:
         return stock(compilectx, runtimectx, fn, *args, **kwargs)
     claimed = jit_ext.get_jit_ctx()._executor_lookasides.get(callee)
     if claimed is not None:

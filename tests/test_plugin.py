@@ -195,6 +195,12 @@ def test_programs_without_calls_that_a_rule_takes_have_stocks_trace(disabled):
     assert traced() == stock
 
 
+@pytest.mark.parametrize("tracking", [False, True])
+def test_the_interpreter_is_used_by_itself(tracking):
+    interpreted = interpreter.interpret(program, with_provenance_tracking=tracking, uncacheable_classes=[])
+    torch.testing.assert_close(interpreted(vector()), program(vector()))
+
+
 def test_numel_is_known_under_the_cache_of_symbolic_values():
     jitted = thunder.jit(lambda x: Scaled.apply(x.reshape([x.numel()])), cache="symbolic values")
     x = torch.ones(2, 3, requires_grad=True)
