@@ -226,6 +226,15 @@ def test_a_backward_whose_output_is_used_in_a_list_does_not_run(mode):
         assert_same(lambda x, y: outer.apply(x, [inner.apply(y)]), vector(), vector())
 
 
+def test_an_argument_that_is_returned_twice_is_two_tensors():
+    def backward(ctx, first, second, third, fourth):
+        return 100 * first + second.exp() + third.cos() + fourth.sin()
+
+    apply = function(lambda ctx, x: (x, (y := x.sin()), y, x), backward).apply
+    assert_same(apply, vector())
+    assert_same(lambda x: apply(x * 2)[::3], vector())
+
+
 def test_a_write_through_a_view_is_not_lost_where_gradients_are_computed():
     def forward(ctx, x):
         y = x.cos()

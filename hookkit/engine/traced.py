@@ -300,6 +300,8 @@ def _own_outputs(
     produced = {o.name for b in forward for o in b.flat_proxy_outs}
     # PyTorch's x.to(x.dtype) returns x itself
     may_be_argument = views_of_arguments(forward, tensors_in(output))
+    # PyTorch makes a tensor of its own of each place at which a Function returns an argument
+    arguments = set() if tree else {a.name for a in invocation.call.args if isinstance(a, TensorProxy)}
     swap: dict[Any, Proxy] = {}
     outputs: list[Proxy] = []
     owned: dict[str, TensorProxy] = {}
@@ -312,7 +314,7 @@ def _own_outputs(
         outside = value.name not in produced
         if outside and not (tree or id(value) in top):
             return value  # a tensor from outside, handed on in a container that is not looked into
-        if value.name in owned:
+        if value.name in owned and value.name not in arguments:
             return owned[value.name]
         source = last_values.get(variableify(value), value)
         with tracectx(trace):
