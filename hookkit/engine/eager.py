@@ -216,9 +216,7 @@ def run_eagerly(
     args, kwargs = fill(arguments, prepared)
     with torch.set_grad_enabled(grad_mode), _autocast(autocasts):
         output = callee(*args, **kwargs)
-    changed = [
-        i for i, v in enumerate(versions) if v is not None and (i in written or before[i]._version != v)
-    ]
+    changed = [i for i, v in enumerate(versions) if v is not None and (i in written or before[i]._version != v)]
     edges: list[Any] = []
     differentiable: list[bool] = []
     changed_arguments = {id(before[i]): i for i in changed}

@@ -29,7 +29,7 @@ from hookkit.engine.gradflow import changes_in_place
 from hookkit.engine.symbols import make_symbol, symbol_name
 from hookkit.engine.values import Tag, proxies_in
 
-__all__ = ["Draws", "is_recomputed", "is_recomputing", "record_draws", "recompute"]
+__all__ = ["Draws", "is_recomputed", "is_recomputing", "recompute", "record_draws"]
 
 KEPT = Tag("hookkit.KEPT")
 DRAWS = Tag("hookkit.DRAWS")
