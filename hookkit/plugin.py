@@ -19,6 +19,7 @@ from thunder.core.compile_data import get_compile_data
 from thunder.core.interpreter import interpreter_needs_wrap, wrap_const
 from thunder.core.module import ThunderModule
 from thunder.core.proxies import NumberProxy, TensorProxy
+from thunder.core.symbol import Symbol
 from thunder.executors.torch_autograd import ThunderFunction
 from thunder.transforms import autodiff
 from torch.autograd.function import FunctionCtx
@@ -149,6 +150,7 @@ def _patches() -> list[Patch]:
     patches += [
         Patch(jit_ext, "get_computation_inputs_and_intermediates", partial(_inputs_and_intermediates, stock_inputs)),
         Patch(interpreter, "_call_dispatch", partial(_dispatch, interpreter._call_dispatch)),
+        Patch(Symbol, "bind", partialmethod(corrections.bind, Symbol.bind)),
         Patch(interpreter.MappingKeysView, "__len__", corrections.keys_count),
         Patch(TensorProxy, "__eq__", partialmethod(corrections.compare, TensorProxy.__eq__)),
         Patch(TensorProxy, "__ne__", partialmethod(corrections.compare, TensorProxy.__ne__)),

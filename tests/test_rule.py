@@ -256,7 +256,8 @@ def test_a_second_provider_of_a_kind_is_refused_with_both_places(kind):
 @pytest.mark.parametrize(
     ("declare", "message"),
     [
-        (lambda: hookkit.rule(scale, mode="fast"), 'expected "auto", "trace" or "opaque"'),
+        (lambda: hookkit.rule(scale, mode="inline")(scale).backward(lambda saved, grad: grad), 'mode="inline"'),
+        (lambda: hookkit.rule(scale, mode="fast"), 'expected "auto", "trace", "opaque" or "inline"'),
         (lambda: hookkit.rule(scale, track="all"), 'expected "tree" or "positional"'),
         (lambda: hookkit.rule(scale, priority="high"), "priority='high'; expected an int"),
         (lambda: hookkit.rule([]), "the list of targets is empty"),

@@ -21,6 +21,7 @@ from hookkit.engine.opaque import record_constant
 
 __all__ = [
     "DECISIONS",
+    "bind",
     "broadcast",
     "compare",
     "inference_mode",
@@ -64,6 +65,18 @@ def _is_constant(provenance: Any) -> bool:
     if provenance.inst is PseudoInst.CONSTANT:
         return not isinstance(provenance.value, int | str)
     return provenance.inst in (PseudoInst.LOAD_ATTR, PseudoInst.BINARY_SUBSCR) and _is_constant(provenance.inputs[0])
+
+
+def bind(symbol: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Record an operation with the lists as they are now; the program may change them afterwards.
+
+    thunder records the lists themselves (``Symbol.bind`` in thunder/core/symbol.py), and reads them later.
+    """
+
+    def copied(value: Any) -> Any:
+        return list(value) if type(value) is list else value
+
+    return stock(symbol, *map(copied, args), **{k: copied(v) for k, v in kwargs.items()})
 
 
 def keys_count(keys: Any) -> int:
