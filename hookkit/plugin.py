@@ -19,6 +19,7 @@ from thunder.core.compile_data import get_compile_data
 from thunder.core.interpreter import interpreter_needs_wrap, wrap_const
 from thunder.core.module import ThunderModule
 from thunder.core.proxies import NumberProxy, TensorProxy
+from thunder.core.symbol import Symbol
 from thunder.executors.torch_autograd import ThunderFunction
 from thunder.transforms import autodiff
 from torch.autograd.function import FunctionCtx
@@ -155,6 +156,7 @@ def _patches() -> list[Patch]:
         Patch(interpreter, "globals_lookup", partial(shortcuts.look_up_global, interpreter.globals_lookup)),
         Patch(interpreter, "_binary_op", partial(shortcuts.apply_operator, interpreter._binary_op)),
         Patch(handlers, "UNPACK_SEQUENCE", partial(shortcuts.unpack_sequence, handlers["UNPACK_SEQUENCE"])),
+        Patch(Symbol, "bind", partialmethod(corrections.bind, Symbol.bind)),
         Patch(interpreter.MappingKeysView, "__len__", corrections.keys_count),
         Patch(TensorProxy, "__eq__", partialmethod(corrections.compare, TensorProxy.__eq__)),
         Patch(TensorProxy, "__ne__", partialmethod(corrections.compare, TensorProxy.__ne__)),

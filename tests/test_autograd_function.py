@@ -536,17 +536,6 @@ def test_random_numbers_drawn_under_checkpoint_are_drawn_once():
     torch.testing.assert_close(x.grad, 100 * y.detach())
 
 
-def test_checkpoint_takes_keywords_and_refuses_reentrance_in_words():
-    apply = function(lambda ctx, x, k: x * k, lambda ctx, grad: (100 * grad, None)).apply
-
-    def scaled(x, k):
-        return apply(x, k) * 2
-
-    assert_same(lambda x: checkpoint(scaled, x, k=3, use_reentrant=False), vector())
-    with pytest.raises(hookkit.HookError, match="use_reentrant=False"):
-        thunder.jit(lambda x: checkpoint(scaled, x, 3, use_reentrant=True))(vector())
-
-
 def test_functions_apply_each_other_in_forward_and_backward_to_a_depth():
     class First(Function):
         @staticmethod

@@ -5,6 +5,7 @@ import thunder
 import torch
 from thunder.core import interpreter, jit_ext
 from thunder.core.proxies import NumberProxy, TensorProxy
+from thunder.core.symbol import Symbol
 from thunder.executors.torch_autograd import ThunderFunction
 from thunder.transforms import autodiff
 from torch.autograd import Function
@@ -40,6 +41,7 @@ HOLDERS = [
     jit_ext.JitCtx,
     interpreter,
     interpreter.MappingKeysView,
+    Symbol,
     autodiff,
     TensorProxy,
     NumberProxy,
@@ -49,7 +51,6 @@ HOLDERS = [
     torch.Tensor,
     torch.autograd.Function,
     torch.autograd.function.FunctionCtx,
-    torch.utils.checkpoint,
 ]
 TABLES = {
     "lookasides": jit_ext._general_jit_lookaside_map,

@@ -40,6 +40,7 @@ _CALLABLES = (
     functools.partial,
 )
 _WATCHED = (*_CALLABLES, str, bytes, bool, type(None), torch.dtype, torch.device, enum.Enum)
+_VALUES = (int, float, complex, torch.Tensor)
 
 
 @attrs.define(eq=False)
@@ -50,13 +51,15 @@ class Program:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     functions: dict[int, Any] = attrs.field(factory=dict)
+    unguarded: dict[int, Any] = attrs.field(factory=dict)
 
 
 @attrs.define(eq=False)
 class Watch:
     """What names, attributes and items stood for when a program was traced.
 
-    Numbers and tensors are not among them: thunder guards those that the program reads.
+    Numbers and tensors are among them only where the program does not come to them by itself, as to the functions of an
+    operator; elsewhere thunder guards those that the program reads.
     """
 
     arguments: str
@@ -84,11 +87,16 @@ def tracing(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ite
         _program.reset(token)
 
 
-def note_call(function: Any) -> None:
-    """A call of a Function was taken over in the program that is traced."""
+def note_call(function: Any, *, guarded: bool = True) -> None:
+    """A call of a Function was taken over in the program that is traced.
+
+    Args:
+        function: the Function, or a function that runs in its place.
+        guarded: whether thunder guards the numbers and tensors that it reads.
+    """
     program = _program.get()
     if program is not None:
-        program.functions[id(function)] = function
+        (program.functions if guarded else program.unguarded)[id(function)] = function
 
 
 def remember(info: dict[str, Any]) -> None:
@@ -182,6 +190,7 @@ def _is_set(cell: types.CellType) -> bool:
 def _held(program: Program) -> Iterator[tuple[Any, Any, Any]]:
     """Where the Functions' code and the program's own names lead, by holder and key."""
     yield from _of(State.reachable_from(program.functions.values()), _WATCHED)
+    yield from _of(State.reachable_from(program.unguarded.values()), (*_WATCHED, *_VALUES))
     modules = program.function.modules() if isinstance(program.function, torch.nn.Module) else ()
     code = [getattr(type(m), "forward", None) for m in modules] or [program.function]
     yield from _of(State.reachable_from(code, depth=1), _CALLABLES)
@@ -204,4 +213,5 @@ def _get(holder: Any, key: Any) -> Any:
 
 
 def _is_still(now: Any, before: Any) -> bool:
-    return now is before or (type(now) is type(before) and isinstance(now, str | bytes) and now == before)
+    plain = str | bytes | int | float | complex
+    return now is before or (type(now) is type(before) and isinstance(now, plain) and now == before)

@@ -191,7 +191,7 @@ def _take_over(
     token = _running.set((*_running.get(), (rule, call.callable)) if is_own else _running.get())
     caching.note_call(invocation.subject if call.function is not None else rule.forward)
     for function in invocation.operator_functions:
-        caching.note_call(function)
+        caching.note_call(function, guarded=False)
     try:
         with record.running(get_jit_ctx().computation_trace):
             return _run(invocation, record)

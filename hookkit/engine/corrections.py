@@ -22,6 +22,7 @@ from hookkit.engine.opaque import record_constant
 
 __all__ = [
     "DECISIONS",
+    "bind",
     "broadcast",
     "compare",
     "inference_mode",
@@ -79,6 +80,18 @@ def printed(stock: Callable[..., str], value: Any, **options: Any) -> str:
 def _constructed(match: re.Match[str]) -> str:
     fields = [field.partition("=")[2] for field in match[2].split(",\n")]
     return f"{match[1]}(({', '.join(fields)},))"
+
+
+def bind(symbol: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Record an operation with the lists as they are now; the program may change them afterwards.
+
+    thunder records the lists themselves (``Symbol.bind`` in thunder/core/symbol.py), and reads them later.
+    """
+
+    def copied(value: Any) -> Any:
+        return list(value) if type(value) is list else value
+
+    return stock(symbol, *map(copied, args), **{k: copied(v) for k, v in kwargs.items()})
 
 
 def keys_count(keys: Any) -> int:

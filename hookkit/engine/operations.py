@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from thunder.core import jit_ext
+from thunder.core.compile_data import get_compile_data
 from thunder.core.interpreter import INTERPRETER_SIGNALS, get_interpreterruntimectx, unwrap, wrap_const
 from thunder.core.proxies import ProxyTag, TensorProxy
 from thunder.core.transforms import _get_gradfn_and_executor, augmented_forward_impls, is_constant_for_vjp
@@ -80,6 +81,8 @@ def lacking(function: Any, callee: Any) -> str | None:
     if type(function) is TensorMethod:
         return None if function.is_known else f"thunder has no tensor method {name}"
     if isinstance(callee, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        if _is_registered(function):
+            return None
         function = callee  # not what `torch.library.custom_op` made of it
     if function is not callee or _is_known(function):
         return None
@@ -202,6 +205,14 @@ def _operation_name(callee: Any) -> str | None:
     if isinstance(callee, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return str(callee)
     return None
+
+
+def _is_registered(operator: Any) -> bool:
+    """Whether thunder's own registration of an operator serves a call: one of the packet, with an executor for it."""
+    symbol = _torch_to_thunder_function_map.get(operator)
+    if symbol is None or not isinstance(operator, torch._ops.OpOverloadPacket):
+        return False
+    return any(symbol.id in executor.implmap for executor in get_compile_data().executors_list)
 
 
 def _is_known(function: Any) -> bool:

@@ -18,7 +18,11 @@ KEYWORDS = {"args_tensor_mask", "dirty_idx", "non_differentiable_idx", "saved_fo
 
 
 @hookkit.rule(
-    ["torch.ops:higher_order.autograd_function_apply", "torch._functorch.autograd_function:autograd_function_apply"],
+    [
+        "torch.ops:higher_order.autograd_function_apply",
+        "torch._functorch.autograd_function:autograd_function_apply",
+        "thunder.torch:autograd_function_apply",  # what thunderfx makes of it inside a checkpoint
+    ],
     pass_call=True,
     track="positional",
     priority=-100,

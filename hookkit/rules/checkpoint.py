@@ -62,7 +62,11 @@ def checkpoint_rule(
         return function(*args)
 
 
-@hookkit.rule("torch.ops:higher_order.tag_activation_checkpoint", mode="inline", priority=-100)
+# What Dynamo puts in the place of checkpoint, and what thunderfx puts in the place of that inside another one.
+TAGS = ["torch.ops:higher_order.tag_activation_checkpoint", "thunder.torch:checkpoint"]
+
+
+@hookkit.rule(TAGS, mode="inline", priority=-100)
 def tag_activation_checkpoint(gmod: Any, *args: Any, **kwargs: Any) -> Any:
     """Recompute what Dynamo has found to be checkpointed, in either form; it has looked at the options."""
     return hookkit.recompute(gmod, *args)
