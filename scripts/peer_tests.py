@@ -90,7 +90,7 @@ class Outcomes:
 
 
 def stand_in(name: str, **attributes: Any) -> None:
-    """Let a module be imported that is not installed: thunder's tests import it, and the selected ones do not use it."""
+    """Let a module be imported that is not installed: thunder's tests import it, the selected ones do not use it."""
     module = types.ModuleType(name)
     vars(module).update(attributes)
     sys.modules[name] = module
@@ -151,7 +151,8 @@ def main() -> int:
     wrong += [f"is listed, and passes: {name}" for name in outcomes.passed if name in LISTED]
     listed = [name for name in outcomes.failed if name in LISTED]
     print(
-        f"{len(outcomes.passed)} passed, {len(listed)} fail and are listed, {len(also_without)} fail without hookkit too"
+        f"{len(outcomes.passed)} passed, {len(listed)} fail and are listed, "
+        f"{len(also_without)} fail without hookkit too"
     )
     for line in [*(f"{LISTED[name]}: {name}" for name in listed), *wrong]:
         print(line)

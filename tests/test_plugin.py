@@ -37,6 +37,7 @@ def vector():
 HOLDERS = [
     thunder,
     thunder.clang,
+    thunder.core.codeutils,
     jit_ext,
     jit_ext.JitCtx,
     interpreter,

@@ -609,7 +609,8 @@ def _of_operation(
         MetaError: if what it returns depends on the values of its arguments.
     """
     reason = f"{type(without_data).__name__}: {without_data}"
-    if not isinstance(without_data, DynamicOutputShapeException):
+    how_to_tell = _how_to_tell(invocation.call.callable)
+    if not isinstance(without_data, DynamicOutputShapeException) and not how_to_tell:
         try:
             first, second = _on_examples(invocation, operator, slots)
         except Exception as error:
@@ -623,7 +624,7 @@ def _of_operation(
         f"{invocation.call} cannot be part of a compiled program: {invocation.call.unsupported}; and what it returns "
         f"depends on the values of tensors, so that it is not known before the program runs ({reason}). Call it "
         "outside the compiled program, or write it with operations whose shapes are known (torch.where(mask, x, 0) for "
-        "x[mask])" + _how_to_tell(invocation.call.callable)
+        f"x[mask]){how_to_tell}"
     ) from without_data
 
 

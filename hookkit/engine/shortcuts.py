@@ -37,14 +37,13 @@ def look_up_global(stock: Callable[..., Any], namespace: Any, name: Any) -> Any:
         namespace: the wrapped globals of the code that is interpreted.
         name: the wrapped name.
     """
+    if not records.inside_a_call() or not _is_own(namespace.value.get("__name__")):
+        return stock(namespace, name)
     names = namespace.value
-    if records.inside_a_call() and _is_own(names.get("__name__")):
-        value = names.get(name.value, names)
-        if value is names:
-            value = getattr(builtins, name.value, names)
-        if value is not names:
-            return wrap_const(value)
-    return stock(namespace, name)
+    value = names.get(name.value, names)
+    if value is names:
+        value = getattr(builtins, name.value, names)
+    return stock(namespace, name) if value is names else wrap_const(value)
 
 
 def _is_own(module: str | None) -> bool:
@@ -86,8 +85,8 @@ def unpack_sequence(stock: Callable[..., Any], inst: Any, /, stack: Any, **state
         stack: the interpreter's stack, the sequence on top.
         **state: the rest of the interpreter's state.
     """
-    sequence = stack.getitem_wrapped(-1)
-    if not records.inside_a_call() or type(sequence.value) not in (tuple, list) or len(sequence.value) != inst.arg:
+    sequence = stack.getitem_wrapped(-1) if records.inside_a_call() else None
+    if sequence is None or type(sequence.value) not in (tuple, list) or len(sequence.value) != inst.arg:
         return stock(inst, stack=stack, **state)
     stack.pop_wrapped()
     sequence.track_items()
