@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test lint types layering docs bench matrix clean
+.PHONY: help demo test lint types layering docs bench load peers matrix clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
@@ -38,6 +38,12 @@ docs: $(INSTALLED)  ## build the documentation in docs/_build/html
 
 bench: $(INSTALLED)  ## run every benchmarks/bench_*.py
 	set -e; for script in benchmarks/bench_*.py; do $(BIN)/python $$script; done
+
+load: $(INSTALLED)  ## compile, run and drop programs thousands of times, and count what stays
+	$(BIN)/python scripts/load.py
+
+peers: $(INSTALLED)  ## run thunder's own tests with hookkit enabled
+	$(BIN)/python scripts/peer_tests.py
 
 matrix:  ## run the tests with another torch, as in: make matrix TORCH=2.9.1
 	@test -n '$(TORCH)' || { echo 'usage: make matrix TORCH=2.9.1'; exit 2; }
