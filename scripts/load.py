@@ -40,7 +40,7 @@ COUNTED = (
 def alive() -> Counter[str]:
     """How many objects there are of each type, and how many entries in each table of hookkit's and thunder's."""
     linecache.clearcache()  # thunder keeps the source of every program there
-    for _ in range(3):  # a node of autograd that is freed may free others
+    for _ in range(2):  # a node of autograd that is freed may free others
         gc.collect()
     found: Counter[str] = Counter()
     for kind, count in Counter(map(type, gc.get_objects())).items():
