@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test fuzz lint types layering docs bench matrix clean
+.PHONY: help demo test fuzz lint types layering docs bench load peers matrix clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
@@ -42,6 +42,12 @@ docs: $(INSTALLED)  ## build the documentation in docs/_build/html
 bench: $(INSTALLED)  ## run every benchmarks/bench_*.py; figures also as JSON in build/bench
 	set -e; for name in compile step registry; do \
 		$(BIN)/python benchmarks/bench_$$name.py --json build/bench/$$name.json; done
+
+load: $(INSTALLED)  ## compile, run and drop programs thousands of times, and count what stays
+	$(BIN)/python scripts/load.py
+
+peers: $(INSTALLED)  ## run thunder's own tests with hookkit enabled
+	$(BIN)/python scripts/peer_tests.py
 
 matrix:  ## run the tests with another torch, as in: make matrix TORCH=2.9.1
 	@test -n '$(TORCH)' || { echo 'usage: make matrix TORCH=2.9.1'; exit 2; }

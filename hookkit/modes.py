@@ -131,6 +131,6 @@ def mode_in_force(function: type[Any] | None) -> ModeInForce:
     return ModeInForce(value, f"the environment variable {VARIABLE}")  # type: ignore[arg-type]
 
 
-def fingerprint() -> tuple[str, int]:
-    """What differs between contexts in which the mode of some call may differ."""
-    return (_scope.get() or os.environ.get(VARIABLE, "auto"), _declarations)
+def fingerprint() -> str:
+    """A string that differs between contexts in which the mode of some call may differ."""
+    return f"{_scope.get() or os.environ.get(VARIABLE, 'auto')}:{_declarations}"

@@ -14,12 +14,14 @@ import thunder.plugins
 import torch
 import torch._dynamo
 from thunder import clang
+from thunder.common import CompileData
 from thunder.core import codeutils, interpreter, jit_ext
 from thunder.core.compile_data import get_compile_data
 from thunder.core.interpreter import interpreter_needs_wrap, wrap_const
 from thunder.core.module import ThunderModule
 from thunder.core.proxies import NumberProxy, TensorProxy
 from thunder.core.symbol import Symbol
+from thunder.core.utils import AutocastStack
 from thunder.executors.torch_autograd import ThunderFunction
 from thunder.transforms import autodiff
 from torch.autograd.function import FunctionCtx
@@ -36,6 +38,7 @@ from hookkit.engine import (
     operations,
     recomputation,
     shortcuts,
+    threads,
 )
 from hookkit.engine.calls import lookaside_for, trace_program
 from hookkit.engine.eager import set_materialize_grads
@@ -166,6 +169,8 @@ def _patches() -> list[Patch]:
         ),
         Patch(codeutils, "prettyprint", partial(corrections.printed, codeutils.prettyprint)),
         Patch(clang, "maybe_broadcast", partial(corrections.broadcast, clang.maybe_broadcast)),
+        Patch(CompileData, "is_grad_enabled", threads.GRAD_MODE),
+        Patch(AutocastStack, "stack", threads.AUTOCAST_REGIONS),
         Patch(ThunderModule, "set_buffer", partialmethod(modules.set_buffer, ThunderModule.set_buffer)),
         Patch(jit_ext.JitCtx, "proxify", partialmethod(corrections.proxify, jit_ext.JitCtx.proxify)),
         Patch(thunder, "thunder_general_jit", partial(trace_program, thunder.thunder_general_jit)),

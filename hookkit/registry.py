@@ -66,7 +66,7 @@ class Tables:
         by_function: the same for each autograd Function class.
         predicates: the rules that are asked about every call, best first.
         names: lazy names that stand for nothing yet.
-        fingerprint: a number that two tables share only if they hold the same rules.
+        fingerprint: a string that two tables share only if they hold the same rules.
         modules_seen: how far the program's imports had got when the names were last looked up.
     """
 
@@ -75,7 +75,7 @@ class Tables:
     by_function: dict[type[Any], tuple[Entry, ...]]
     predicates: list[Entry]
     names: tuple[NameTarget, ...]
-    fingerprint: int
+    fingerprint: str
     modules_seen: object = None
 
     @classmethod
@@ -124,13 +124,8 @@ def _rank(entry: Entry) -> tuple[int, int, int]:
     return entry[0]
 
 
-_fingerprints: dict[tuple[int | str, ...], int] = {}
-_fingerprint_numbers = itertools.count(1)
-
-
-def _fingerprint(rules: tuple[Rule, ...]) -> int:
-    """A number for a set of rules; ``dict.setdefault`` is atomic, so that threads agree on it."""
-    return _fingerprints.setdefault(tuple(rule.serial for rule in rules), next(_fingerprint_numbers))
+def _fingerprint(rules: tuple[Rule, ...]) -> str:
+    return ",".join(str(rule.serial) for rule in rules)
 
 
 @attrs.define(eq=False)
@@ -308,12 +303,10 @@ class Registry:
         scope = _scope.get()
         return tables if scope is None else scope.tables(tables)
 
-    def fingerprint(self) -> int:
-        """A number that differs between contexts in which different rules, or modes, are in force."""
+    def fingerprint(self) -> str:
+        """A string that differs between contexts in which different rules, or modes, are in force."""
         self.load()
-        rules = self.current().fingerprint
-        how = modes.fingerprint()
-        return rules if how == ("auto", 0) else _fingerprints.setdefault((rules, *how), next(_fingerprint_numbers))
+        return f"{self.current().fingerprint};{modes.fingerprint()}"
 
     def matching(self, callable_: Callable[..., Any], function: type[Any] | None) -> bool:
         """Whether any rule could take a call, judged by what is called alone; quick."""

@@ -90,7 +90,7 @@ class Outcomes:
 
 
 def stand_in(name: str, **attributes: Any) -> None:
-    """Let a module be imported that is not installed: thunder's tests import it, the selected ones do not use it."""
+    """Let thunder's tests import a module that is not installed, and that the selected ones do not use."""
     module = types.ModuleType(name)
     vars(module).update(attributes)
     sys.modules[name] = module
@@ -150,10 +150,7 @@ def main() -> int:
     wrong = [f"fails with hookkit only: {name}" for name in unlisted if name not in also_without]
     wrong += [f"is listed, and passes: {name}" for name in outcomes.passed if name in LISTED]
     listed = [name for name in outcomes.failed if name in LISTED]
-    print(
-        f"{len(outcomes.passed)} passed, {len(listed)} fail and are listed, "
-        f"{len(also_without)} fail without hookkit too"
-    )
+    print(len(outcomes.passed), "passed,", len(listed), "fail and are listed,", len(also_without), "fail without, too")
     for line in [*(f"{LISTED[name]}: {name}" for name in listed), *wrong]:
         print(line)
     return 1 if wrong else 0

@@ -47,6 +47,8 @@ HOLDERS = [
     TensorProxy,
     NumberProxy,
     ThunderFunction,
+    thunder.common.CompileData,
+    thunder.core.utils.AutocastStack,
     thunder.ThunderModule,
     torch,
     torch.Tensor,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import functools
 import itertools
+import threading
 import types
 import weakref
 from collections.abc import Iterable, Iterator
@@ -60,11 +61,16 @@ class Watch:
 
     Numbers and tensors are among them only where the program does not come to them by itself, as to the functions of an
     operator; elsewhere thunder guards those that the program reads.
+
+    Attributes:
+        arguments: the program's arguments in words.
+        held: what stood for what.
+        new_in: the thread whose call it was made for, until that call has run.
     """
 
     arguments: str
     held: list[tuple[Any, Any, Any]]
-    is_new: bool = True
+    new_in: int | None = attrs.field(factory=threading.get_ident)
 
     def changed(self) -> bool:
         """Whether any of them stands for something else."""
@@ -123,8 +129,8 @@ def recall(info: dict[str, Any], constants: Iterable[Any], args: Any, kwargs: An
     watch = _watches.get(_compile_data.get()[1], {}).get(key or "")
     if watch is None:
         return
-    if watch.is_new:  # it was made for the call that is running
-        watch.is_new = False
+    if watch.new_in == threading.get_ident():  # it was made for the call that is running
+        watch.new_in = None
         info[ARGUMENTS], info[STATE] = watch.arguments, key
         return
     info[ARGUMENTS] = describe(args, kwargs)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from thunder.core.compile_data import get_compile_data
-from thunder.core.interpreter import _interpret_call, unwrap, wrap_const
+from thunder.core.interpreter import InterpreterError, _interpret_call, unwrap, wrap_const
 from thunder.core.jit_ext import get_jit_ctx
 
 from hookkit.call import Call
@@ -19,6 +19,7 @@ from hookkit.engine.arguments import Bound
 from hookkit.engine.effects import Generators, State
 from hookkit.engine.modules import current_buffers
 from hookkit.engine.mutation import Retrace
+from hookkit.engine.threads import one_at_a_time
 from hookkit.engine.traced import Invocation, bind_call, trace_call
 from hookkit.engine.tracing import Raised, add_note, raise_in_program, user_source
 from hookkit.engine.values import unwrap_arguments
@@ -97,8 +98,13 @@ def trace_program(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     while True:
         token = _untraceable.set(untraceable)
         try:
-            with caching.tracing(*args[:3]), current_buffers(args[0]):
+            with one_at_a_time(get_compile_data()), caching.tracing(*args[:3]), current_buffers(args[0]):
                 return stock(*args, **kwargs)
+        except InterpreterError as error:
+            if isinstance(error.__cause__, Exception):
+                raise
+            # thunder makes an Exception of what ends a program: KeyboardInterrupt, SystemExit
+            raise error.__cause__ or error  # noqa: B904
         except Retrace as again:
             subject, reason = again.subject, again.reason
             mode = _mode(subject, None) if isinstance(subject, Rule) else mode_in_force(_function(subject))
@@ -200,6 +206,9 @@ def _take_over(
         return raise_in_program(raised.error)
     except HookError as error:
         return raise_in_program(error)
+    except Exception as error:
+        add_note(error, f"a fault of hookkit's, not of the program's: {invocation.note}")
+        raise
     finally:
         _running.reset(token)
 

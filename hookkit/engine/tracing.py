@@ -115,7 +115,9 @@ class Attempt:
         for table, before in zip(
             (executor._opmap, executor._implmap, executor._lookasides), self._executor_state, strict=True
         ):
-            table.clear()
+            # other threads read the tables meanwhile
+            for key in table.keys() - before.keys():
+                del table[key]
             table.update(before)
 
 

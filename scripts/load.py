@@ -1,0 +1,233 @@
+"""Compiles, runs, fails and drops programs, over and over, and counts what stays alive: ``python scripts/load.py``.
+
+What is counted are the objects that Python's garbage collector knows, by type, and the entries of the tables that
+hookkit and thunder keep. Memory is not: an allocator's figure neither proves a leak nor the absence of one. The tests
+run the same in a short form.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import linecache
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sized
+from typing import Any
+
+import torch
+
+import hookkit  # before thunder, which needs it on some releases of torch
+
+import thunder  # isort: skip
+
+# Of these not one more may be alive afterwards; of any other type fewer than one for each repetition.
+COUNTED = (
+    torch.Tensor,
+    torch.nn.Module,
+    torch.autograd.function.FunctionMeta,
+    thunder.core.proxies.Proxy,
+    thunder.core.symbol.Symbol,
+    thunder.core.symbol.BoundSymbol,
+    thunder.core.trace.TraceCtx,
+    thunder.extend.Executor,
+    thunder.common.CompileStats,
+)
+
+
+def alive() -> Counter[str]:
+    """How many objects there are of each type, and how many entries in each table of hookkit's and thunder's."""
+    linecache.clearcache()  # thunder keeps the source of every program there
+    for _ in range(2):  # a node of autograd that is freed may free others
+        gc.collect()
+    found: Counter[str] = Counter()
+    for kind, count in Counter(map(type, gc.get_objects())).items():
+        found[f"{kind.__module__}.{kind.__qualname__}"] += count
+        for counted in COUNTED:
+            if issubclass(kind, counted):
+                found[f"any {counted.__name__}"] += count
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in ("hookkit", "thunder"):
+            for attribute, value in list(vars(module).items()):
+                _count_entries(found, f"{name}.{attribute}", value)
+    return found
+
+
+def _count_entries(found: Counter[str], name: str, value: Any) -> None:
+    if isinstance(value, Sized) and not isinstance(value, str | bytes | type | torch.Tensor):
+        found[f"entries of {name}"] = len(value)
+    elif type(value).__module__.startswith("hookkit."):
+        for attribute, held in vars(value).items() if hasattr(value, "__dict__") else ():
+            if isinstance(held, Sized):
+                found[f"entries of {name}.{attribute}"] = len(held)
+
+
+def growth(action: Callable[[], None], times: int, *, warm_up: int = 3) -> dict[str, int]:
+    """What an action that is repeated leaves behind.
+
+    Args:
+        action: what is repeated.
+        times: how often, after the warm-up.
+        warm_up: how often before the first count, for what is kept once.
+
+    Returns:
+        By what is counted, how much there is more of it; empty if nothing grows.
+    """
+    for _ in range(warm_up):
+        action()
+    alive()  # asking for the type of everything fills the caches of abstract base classes
+    before = alive()
+    for _ in range(times):
+        action()
+    more = alive() - before
+    allowed = max(2, times // 4)
+    return {name: n for name, n in more.items() if n >= (1 if name.startswith(("any ", "entries ")) else allowed)}
+
+
+class Boom(Exception):
+    """What the failing programs raise."""
+
+
+def scaled(mode: str, *, fails: str | None = None) -> tuple[type[torch.autograd.Function], Any]:
+    """A Function whose gradient is wrong on purpose, and a rule, not registered, under which it is traced or opaque.
+
+    Args:
+        mode: ``"trace"`` or ``"opaque"``.
+        fails: the stage that raises :class:`Boom`: ``"forward"``, ``"backward"``, ``"run"`` (the forward when it runs
+            on values), ``"when"`` or ``"meta"``; None for a Function that works.
+    """
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            if fails == "forward":
+                raise Boom(fails)
+            if fails == "run" and not isinstance(x, torch._subclasses.FakeTensor) and x.isnan().any():
+                raise Boom(fails)
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            (x,) = ctx.saved_tensors
+            if fails == "backward":
+                raise Boom(fails)
+            return 100 * gradient * x
+
+    rule = None
+    if mode == "opaque" or fails in ("when", "meta"):
+        rule = hookkit.rule(Scaled, mode="opaque", register=False)
+        if fails in ("when", "meta"):
+
+            def provider(x: Any) -> Any:
+                raise Boom(fails)
+
+            getattr(rule, fails)(provider)
+    return Scaled, rule
+
+
+class Layer(torch.nn.Module):
+    """A module with a parameter that applies a Function."""
+
+    def __init__(self, function: type[torch.autograd.Function]) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = torch.nn.Parameter(torch.linspace(0.5, 1, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply the Function to the input times the weight."""
+        return self.function.apply(x * self.weight) * 2  # type: ignore[no-any-return]
+
+
+def in_force(rule: Any) -> Any:
+    """The scope in which a rule of :func:`scaled` is in force."""
+    return hookkit.use(*() if rule is None else (rule,))
+
+
+def compilation(mode: str) -> Callable[[], None]:
+    """An action: declare a Function, compile a module that applies it, take a step, and drop everything."""
+
+    def action() -> None:
+        function, rule = scaled(mode)
+        module = Layer(function)
+        x = torch.linspace(-1, 1, 4, requires_grad=True)
+        with in_force(rule):
+            thunder.jit(module)(x).sum().backward()
+        _check(x.grad, 200 * x * module.weight**2)
+        _check(module.weight.grad, 200 * x**2 * module.weight)
+
+    return action
+
+
+def step(mode: str) -> Callable[[], None]:
+    """An action: one more step of a program that is compiled."""
+    function, rule = scaled(mode)
+    compiled = thunder.jit(Layer(function))
+    x = torch.linspace(-1, 1, 4)
+
+    def action() -> None:
+        compiled.zero_grad()
+        with in_force(rule):
+            compiled(x).sum().backward()
+        _check(compiled.weight.grad, 200 * x**2 * compiled.weight)
+
+    return action
+
+
+def failures(mode: str) -> Callable[[], None]:
+    """An action: compile and run, for each stage, a program that raises there."""
+    stages = ("forward", "backward") if mode == "trace" else ("forward", "backward", "run", "when", "meta")
+
+    def action() -> None:
+        for stage in stages:
+            function, rule = scaled(mode, fails=stage)
+            x = torch.full((4,), torch.nan if stage == "run" else 1.0)
+            try:
+                with in_force(rule):
+                    thunder.jit(Layer(function))(x).sum().backward()
+            except (Boom, hookkit.HookError) as error:
+                if isinstance(error, hookkit.HookError) != (stage in ("when", "meta")):
+                    raise
+            else:
+                raise AssertionError(f"a program that fails in its {stage} ran ({mode})")
+
+    return action
+
+
+def scenarios() -> dict[str, tuple[Callable[[], None], int]]:
+    """Each action by name, with how much cheaper it is than a compilation."""
+    found: dict[str, tuple[Callable[[], None], int]] = {}
+    for mode in ("trace", "opaque"):
+        found[f"compilations, {mode}"] = (compilation(mode), 1)
+        found[f"steps, {mode}"] = (step(mode), 20)
+        found[f"failures, {mode}"] = (failures(mode), 1)
+    return found
+
+
+def _check(found: torch.Tensor | None, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected.detach())
+
+
+def main() -> int:
+    """Run every scenario, print what it leaves behind; 1 if it is anything."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--compilations", type=int, default=2000, help="of each kind (default: 2000)")
+    parser.add_argument("--only", default="", help="run the scenarios whose name has this in it")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore", hookkit.OpaqueFallbackWarning)
+    leaks = 0
+    for name, (action, cheaper) in scenarios().items():
+        if options.only not in name:
+            continue
+        times = options.compilations * cheaper
+        begun = time.process_time()
+        more = growth(action, times)
+        leaks += bool(more)
+        print(f"{name:32} {times:6} times, {time.process_time() - begun:7.1f} s: {more or 'nothing grows'}", flush=True)
+    return 1 if leaks else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
