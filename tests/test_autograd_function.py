@@ -226,6 +226,21 @@ def test_a_backward_whose_output_is_used_in_a_list_does_not_run(mode):
         assert_same(lambda x, y: outer.apply(x, [inner.apply(y)]), vector(), vector())
 
 
+@pytest.mark.parametrize("mode", ["auto", "opaque"])
+def test_an_input_gets_no_gradient_from_a_backward_that_returns_none_though_an_unused_output_depends_on_it(mode):
+    f = function(lambda ctx, x, y: x * 2, lambda ctx, grad: (100 * grad, None))
+
+    def program(x, y):
+        return f.apply(x, y), y * 3
+
+    rules = [hookkit.rule(f, mode=mode, register=False)] if mode == "opaque" else []
+    with hookkit.use(*rules):
+        jitted = thunder.jit(program)
+        for used in (0, 1, None):
+            inputs = vector(), vector()
+            assert_equal(gradients(jitted, *inputs, used=used), gradients(program, *inputs, used=used))
+
+
 def test_an_argument_that_is_returned_twice_is_two_tensors():
     def backward(ctx, first, second, third, fourth):
         return 100 * first + second.exp() + third.cos() + fourth.sin()
