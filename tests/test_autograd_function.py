@@ -13,6 +13,7 @@ from collections import deque, namedtuple
 import pytest
 import thunder
 import torch
+from thunder.dynamo import thunderfx
 from torch import nn
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
@@ -239,6 +240,16 @@ def test_an_input_gets_no_gradient_from_a_backward_that_returns_none_though_an_u
         for used in (0, 1, None):
             inputs = vector(), vector()
             assert_equal(gradients(jitted, *inputs, used=used), gradients(program, *inputs, used=used))
+
+
+def test_a_write_through_a_view_is_not_lost_where_dynamo_leaves_a_forward_in_pieces():
+    def forward(ctx, x):
+        y = x * 2
+        y[0].add_(1)
+        ctx.set_materialize_grads(False)  # Dynamo breaks its graph here
+        return y
+
+    assert_same(function(forward, lambda ctx, grad: 100 * grad).apply, vector(), jit=thunderfx)
 
 
 def test_an_argument_that_is_returned_twice_is_two_tensors():
