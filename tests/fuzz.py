@@ -6,6 +6,10 @@ one differed.
 
 from __future__ import annotations
 
+import hookkit  # before thunder, which cannot be imported alone on current PyTorch
+
+# isort: split
+
 import itertools
 import random
 import sys
@@ -17,8 +21,6 @@ from collections import Counter
 from grammar import Program, programs
 from hypothesis import HealthCheck, given, seed, settings
 from test_properties import WAYS, checked
-
-import hookkit
 
 BATCH = 40
 

@@ -337,8 +337,8 @@ def returned(scope: Scope, inputs: list[str], dirty: list[str]) -> tuple[str, li
             return scope.fill(scope.pick(["{a}.view_as({a})", "{a}.t()", "{a}[0]"]), inputs)
         return scope.pick(made)
 
-    first = dirty[0] if dirty else named(scope, output())
-    second = named(scope, output())
+    first = dirty[0] if dirty else named(scope, output(), made)
+    second = named(scope, output(), made)
     forms = [[first]] * 6
     forms += [[first, second]] * 3
     forms += [[first, "None"], [first, "3"], [second, first, first], ["None", first]]
@@ -357,11 +357,12 @@ def returned(scope: Scope, inputs: list[str], dirty: list[str]) -> tuple[str, li
     return first, items
 
 
-def named(scope: Scope, expression: str) -> str:
+def named(scope: Scope, expression: str, made: list[str]) -> str:
+    """The name of a tensor; of one of ``made``, where PyTorch refuses the expression."""
     if expression in scope.names:
         return expression
     name = scope.new("v")
-    return name if scope.add(f"{name} = {expression}") else scope.pick(scope.tensors())
+    return name if scope.add(f"{name} = {expression}") else scope.pick(made)
 
 
 def keep(scope: Scope) -> dict[str, str]:

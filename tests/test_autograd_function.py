@@ -13,6 +13,7 @@ from collections import deque, namedtuple
 import pytest
 import thunder
 import torch
+from thunder.dynamo import thunderfx
 from torch import nn
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
@@ -224,6 +225,31 @@ def test_a_backward_whose_output_is_used_in_a_list_does_not_run(mode):
     rules = [hookkit.rule(f, mode=mode, register=False) for f in (inner, outer)] if mode == "opaque" else []
     with hookkit.use(*rules):
         assert_same(lambda x, y: outer.apply(x, [inner.apply(y)]), vector(), vector())
+
+
+@pytest.mark.parametrize("mode", ["auto", "opaque"])
+def test_an_input_gets_no_gradient_from_a_backward_that_returns_none_though_an_unused_output_depends_on_it(mode):
+    f = function(lambda ctx, x, y: x * 2, lambda ctx, grad: (100 * grad, None))
+
+    def program(x, y):
+        return f.apply(x, y), y * 3
+
+    rules = [hookkit.rule(f, mode=mode, register=False)] if mode == "opaque" else []
+    with hookkit.use(*rules):
+        jitted = thunder.jit(program)
+        for used in (0, 1, None):
+            inputs = vector(), vector()
+            assert_equal(gradients(jitted, *inputs, used=used), gradients(program, *inputs, used=used))
+
+
+def test_a_write_through_a_view_is_not_lost_where_dynamo_leaves_a_forward_in_pieces():
+    def forward(ctx, x):
+        y = x * 2
+        y[0].add_(1)
+        ctx.set_materialize_grads(False)  # Dynamo breaks its graph here
+        return y
+
+    assert_same(function(forward, lambda ctx, grad: 100 * grad).apply, vector(), jit=thunderfx)
 
 
 def test_an_argument_that_is_returned_twice_is_two_tensors():

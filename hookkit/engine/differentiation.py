@@ -48,14 +48,15 @@ def differentiate(stock: Callable[..., Any], trace: Any) -> Any:
                 out.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
     outputs, _ = tree_flatten_with_dataclass(trace.bound_symbols[-1].args[0]["output"])
     differentiable = _differentiable[get_compile_data()] = [gradflow.requires_grad(trace, o) for o in outputs]
-    calls, arguments = reach_of_calls(trace, [o for o, d in zip(outputs, differentiable, strict=True) if d], _tracked)
+    tracked = [o for o, d in zip(outputs, differentiable, strict=True) if d]
+    calls, results, arguments = reach_of_calls(trace, tracked, _edges)
     _reach[get_compile_data()] = arguments
     for place, reached in calls.items():
-        call, by_any = called(trace.bound_symbols[place]), frozenset[int]().union(*reached)
-        if call is not None and 0 < len(by_any) < sum(differentiable):
-            call.reach = by_any
+        call = called(trace.bound_symbols[place])
+        if call is not None and len(reached) < len(tracked):
+            call.reach = reached
         if call is not None and not isinstance(call, Composite):
-            call.output_reach = reached
+            call.output_reach = results[place]
     _feed_undefined(trace, outputs)
     _calls[get_compile_data()] = [b.sym.name for b in trace.bound_symbols if gradflow.is_explicit(b)]
     joint = stock(trace)
@@ -63,10 +64,12 @@ def differentiate(stock: Callable[..., Any], trace: Any) -> Any:
     return joint
 
 
-def _tracked(bsym: Any) -> Any:
-    """Those of a bound symbol's arguments that are edges of the autograd graph."""
+def _edges(bsym: Any) -> tuple[Any, Any]:
+    """Those of a bound symbol's arguments that are edges of the autograd graph; of a call's, which get a gradient."""
     call = called(bsym) if gradflow.is_explicit(bsym) else None
-    return bsym.flat_proxy_args if call is None else call.tracked(bsym.args)
+    if call is None:
+        return bsym.flat_proxy_args, None
+    return call.tracked(bsym.args), call.given_gradients(bsym.args)
 
 
 def check_undefined(trace: Any) -> None:
@@ -110,15 +113,15 @@ def _fed_undefined(trace: Any, outputs: Any) -> Iterator[tuple[Any, Any, Any, bo
         source = undefined[without.name] if without is not None else None
         runs = any(o.name in defined for o in reached)
         call = called(bsym) if gradflow.is_explicit(bsym) else None
-        given = bsym.flat_proxy_args
+        tracked, given = _edges(bsym)
         if call is not None:
             if source is not None:
                 yield call, without, source, runs
-            given, source, runs = call.given_gradients(bsym.args), call, True
+            source, runs = call, True
         if runs:
-            defined.update(a.name for a in given)
+            defined.update(a.name for a in (tracked if given is None else given))
         if source is not None:
-            undefined.update({a.name: source for a in _tracked(bsym) if gradflow.requires_grad(trace, a)})
+            undefined.update({a.name: source for a in tracked if gradflow.requires_grad(trace, a)})
 
 
 def _drop_undefined_gradients(joint: Any) -> None:
@@ -153,6 +156,8 @@ def split(stock: Callable[..., Any], joint: Any) -> tuple[Any, Any]:
     Returns:
         The forward and the backward trace; None for the backward if no output requires grad.
     """
+    # thunder's transform for execution puts a write whose own result nothing reads behind the return
+    joint.bound_symbols.sort(key=lambda b: b.sym.id == prims.PrimIDs.RETURN)
     returned = joint.bound_symbols[-1]
     values = returned.args[0]
     outputs = values["fw_flat_out"]

@@ -30,35 +30,42 @@ _running = _Running()
 
 
 def reach_of_calls(
-    trace: Any, outputs: Sequence[Any], tracked: Callable[[Any], Sequence[Any]]
-) -> tuple[dict[int, list[Reach]], list[Reach]]:
-    """For each bound symbol of a trace, and for each argument of the trace, to which outputs it leads.
+    trace: Any, outputs: Sequence[Any], edges: Callable[[Any], tuple[Sequence[Any], Sequence[Any] | None]]
+) -> tuple[dict[int, Reach], dict[int, list[Reach]], list[Reach]]:
+    """To which outputs of a trace its bound symbols, their results, and its arguments lead.
 
     Args:
         trace: the computation trace.
         outputs: the outputs that require grad; others do not count.
-        tracked: gives those of a bound symbol's arguments that lead to its results.
+        edges: gives those of a bound symbol's arguments that lead to its results, and, for a call that has a backward
+            of its own, those of them to which that gives a gradient; else None.
 
     Returns:
-        By index of the bound symbol for each of its results, and by argument; empty where nothing needs to be told
-        apart, or cannot be.
+        By index of the bound symbol from which outputs its backward is reached; by index for each of its results, and
+        for each argument, from which it gets a gradient. Empty where nothing needs to be told apart, or cannot be.
     """
     if len(outputs) < 2 or any(map(changes_in_place, trace.bound_symbols)):
-        return {}, []
+        return {}, {}, []
     leads: dict[str, set[int]] = {}
+    gives: dict[str, set[int]] = {}
     for index, output in enumerate(outputs):
         leads.setdefault(output.name, set()).add(index)
-    calls: dict[int, list[Reach]] = {}
+        gives.setdefault(output.name, set()).add(index)
+    calls: dict[int, Reach] = {}
+    results: dict[int, list[Reach]] = {}
     for place in reversed(range(len(trace.bound_symbols) - 1)):
         bsym = trace.bound_symbols[place]
-        calls[place] = [frozenset(leads.get(o.name, ())) for o in bsym.flat_proxy_outs]
-        reached = frozenset().union(*calls[place])
+        reached = frozenset[int]().union(*(leads.get(o.name, ()) for o in bsym.flat_proxy_outs))
         if not reached:
             continue
-        for argument in tracked(bsym):
+        calls[place], results[place] = reached, [frozenset(gives.get(o.name, ())) for o in bsym.flat_proxy_outs]
+        tracked, given = edges(bsym)
+        for argument in tracked:
             leads.setdefault(argument.name, set()).update(reached)
-    arguments = [frozenset(leads.get(a.name, ())) if isinstance(a, Proxy) else frozenset() for a in trace.args]
-    return calls, arguments
+        for argument in tracked if given is None else given:
+            gives.setdefault(argument.name, set()).update(*results[place] if given is None else (reached,))
+    arguments = [frozenset(gives.get(a.name, ())) if isinstance(a, Proxy) else frozenset() for a in trace.args]
+    return calls, results, arguments
 
 
 @contextmanager
