@@ -352,6 +352,13 @@ def test_an_exception_inside_is_the_programs_own():
     assert_agrees(caught, matrix())
 
 
+def test_the_report_says_that_thunder_differentiates_what_is_inside():
+    jitted = thunder.jit(lambda x: recomputed(body, x))
+    run(jitted, (matrix(),))
+    (call,) = hookkit.report(jitted).calls
+    assert (call.rule, call.outcome, call.backward_operations) == ("checkpoint_rule", "traced", None)
+
+
 def test_without_the_rule_thunder_has_its_own_way():
     with hookkit.use(without=[checkpoint_rule]):
         jitted = assert_agrees(lambda x: recomputed(body, x), matrix())
