@@ -25,7 +25,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 __all__ = [
     "active_measures",
     "apply_of",
-    "autograd_formula",
+    "autograd_registration",
     "composite_kernel",
     "function_owner",
     "graph_is_kept",
@@ -219,10 +219,11 @@ def nodes_need_owners() -> bool:
         return True
 
 
-def autograd_formula(operator: OpOverload) -> tuple[Callable[..., Any] | None, Callable[..., Any] | None]:
-    """The ``setup_context`` and ``backward`` with which ``register_autograd`` was called for an operator.
+def autograd_registration(operator: OpOverload) -> Any:
+    """What holds the functions with which ``register_autograd`` was called for an operator, as torch names them.
 
-    None where there is none, or where it is not found: the operator is differentiated by PyTorch then.
+    That is an object with ``_setup_context_fn`` and ``_backward_fn``, either of which may be None; or None where it is
+    not found: the operator is differentiated by PyTorch then.
     """
     # torch keeps them in closures: the `info` of `make_autograd_impl`, torch/_library/autograd.py. Delete this, and
     # what is below, when there is a public way to ask.
@@ -231,10 +232,9 @@ def autograd_formula(operator: OpOverload) -> tuple[Callable[..., Any] | None, C
     while isinstance(backward, FunctionType):
         variables = inspect.getclosurevars(backward).nonlocals
         if "info" in variables:
-            info = variables["info"]
-            return info._setup_context_fn, info._backward_fn
+            return variables["info"]
         backward = variables.get("orig_backward")  # of `supports_tensorlist`
-    return None, None
+    return None
 
 
 def composite_kernel(operator: OpOverload) -> FunctionType | None:

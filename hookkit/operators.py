@@ -23,17 +23,25 @@ class Operator:
         setup_context: what ``register_autograd`` was given under this name, or None.
         backward: the backward that ``register_autograd`` was given; None if there is none in Python.
         composite: the Python function that was registered as ``CompositeImplicitAutograd``, or None.
+        registration: where torch looks for ``setup_context`` and ``backward``.
     """
 
     overload: OpOverload
     setup_context: Callable[..., Any] | None = None
     backward: Callable[..., Any] | None = None
     composite: Callable[..., Any] | None = None
+    registration: dict[str, Any] | None = attrs.field(default=None, repr=False)
 
     @property
-    def functions(self) -> list[Callable[..., Any]]:
-        """The Python functions that a trace of a call runs through."""
-        return [f for f in (self.setup_context, self.backward, self.composite) if f is not None]
+    def is_python(self) -> bool:
+        """Whether a call can be traced, in part at least."""
+        return self.backward is not None or self.composite is not None
+
+    @property
+    def traced(self) -> list[Any]:
+        """The functions that a trace of a call runs through, and where they are looked up."""
+        parts = (self.setup_context, self.backward, self.composite, self.registration)
+        return [part for part in parts if part is not None]
 
     def arrange(
         self, args: Sequence[Any], kwargs: dict[str, Any], constant: Callable[[Any], Any]
@@ -78,7 +86,10 @@ def operator_of(function: Any) -> Operator | None:
     composite = compat.composite_kernel(overload)
     if composite is not None:
         return Operator(overload, composite=composite)
-    return Operator(overload, *compat.autograd_formula(overload))
+    found = compat.autograd_registration(overload)
+    if found is None:
+        return Operator(overload)
+    return Operator(overload, found._setup_context_fn, found._backward_fn, registration=vars(found))
 
 
 def is_custom(function: Any) -> bool:

@@ -170,6 +170,31 @@ def test_dropout_has_the_same_mask_again(preserve):
     assert 0 < (gradient == 0).sum() < 64
 
 
+F = torch.nn.functional
+# Linear in x, with random factors.
+RANDOM = {
+    "bernoulli": lambda x: torch.bernoulli(torch.full_like(x, 0.5)) * x,
+    "dropout1d": lambda x: F.dropout1d(x, 0.5),
+    "dropout2d": lambda x: F.dropout2d(x.reshape(1, 16, 2, 2), 0.5).reshape(16, 4),
+    "exponential_": lambda x: torch.empty(16, 4).exponential_() * x,
+    "normal": lambda x: torch.normal(torch.zeros(16, 4), 1.0) * x,
+    "rand_like": lambda x: torch.rand_like(x) * x,
+    "randn": lambda x: torch.randn(16, 4) * x,
+    "rrelu": lambda x: F.rrelu(x, training=True),
+}
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("name", RANDOM)
+def test_the_backward_sees_the_numbers_that_the_forward_drew(name, checkpointed):
+    draw = RANDOM[name]
+    jitted = thunder.jit((lambda x: recomputed(draw, x * 2)) if checkpointed else (lambda x: draw(x * 2)))
+    x = torch.randn(16, 4, requires_grad=True)
+    y = jitted(x)
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(gradient * x, y)
+
+
 def test_of_dropout_less_than_without_checkpoint_is_kept():
     def drop(x):
         return torch.nn.functional.dropout(torch.exp(torch.sin(x)), 0.5).exp() * x
@@ -253,6 +278,35 @@ def test_a_call_is_as_in_eager(program):
     assert_agrees(program, matrix(), matrix(seed=1))
 
 
+def test_what_leaves_the_function_otherwise_than_by_its_result_is_differentiated():
+    def program(x):
+        h = None
+
+        def inside(y):
+            nonlocal h
+            h = y.exp()
+            return h.sin()
+
+        return recomputed(inside, x) * h
+
+    assert_agrees(program, matrix())
+
+
+def test_running_statistics_are_updated_once():
+    class Normalised(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = torch.nn.BatchNorm1d(4)
+
+        def forward(self, x):
+            return recomputed(self.norm, x)
+
+    x, module, plain = torch.randn(8, 4), Normalised(), torch.nn.BatchNorm1d(4)
+    plain(x)
+    thunder.jit(module)(x).sum().backward()
+    torch.testing.assert_close(module.norm.running_mean, plain.running_mean)
+
+
 def test_a_global_switch_of_early_stop_changes_nothing():
     def program(x):
         with set_checkpoint_early_stop(False):
@@ -296,6 +350,13 @@ def test_an_exception_inside_is_the_programs_own():
     with pytest.raises(KeyError, match="mine"):
         thunder.jit(lambda x: recomputed(fails, x))(matrix())
     assert_agrees(caught, matrix())
+
+
+def test_the_report_says_that_thunder_differentiates_what_is_inside():
+    jitted = thunder.jit(lambda x: recomputed(body, x))
+    run(jitted, (matrix(),))
+    (call,) = hookkit.report(jitted).calls
+    assert (call.rule, call.outcome, call.backward_operations) == ("checkpoint_rule", "traced", None)
 
 
 def test_without_the_rule_thunder_has_its_own_way():

@@ -317,6 +317,51 @@ def test_what_an_operators_functions_read_is_looked_at_again(monkeypatch, call, 
     assert_same(run(jitted, (vector(),)), run(program, (vector(),)))
 
 
+def test_a_backward_that_is_registered_anew_is_seen():
+    @custom_op("hookkit_operators::anew", mutates_args=())
+    def anew(x: Tensor) -> Tensor:
+        return x * 2
+
+    anew.register_fake(torch.empty_like)
+    program = lambda x: anew(x)  # noqa: E731
+    jitted = thunder.jit(program)
+    for factor in (100, 200):
+        anew.register_autograd(lambda ctx, grad, factor=factor: factor * grad)
+        assert_same(run(jitted, (vector(),)), run(program, (vector(),)))
+
+
+def test_the_number_of_gradients_is_that_of_eager():
+    @custom_op("hookkit_operators::two", mutates_args=())
+    def two(x: Tensor, y: Tensor, k: int = 1) -> Tensor:
+        return x * y
+
+    two.register_fake(lambda x, y, k=1: torch.empty_like(x))
+    two.register_autograd(lambda ctx, grad: (100 * grad, None))
+    assert_agrees(lambda x: two(x, x.detach()), vector())
+    two.register_autograd(lambda ctx, grad: 100 * grad)
+    with pytest.raises(RuntimeError, match=r"incorrect number of gradients"):
+        thunder.jit(lambda x: two(x, x.detach()))(vector()).sum().backward()
+
+
+class Below(Function):
+    """An autograd kernel as it was written before register_autograd."""
+
+    @staticmethod
+    def forward(ctx, x):
+        with torch._C._AutoDispatchBelowAutograd():
+            return ops.below(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 100 * grad
+
+
+def test_an_autograd_kernel_of_another_kind_is_run_by_pytorch():
+    define("below(Tensor x) -> Tensor", lambda x: x * 2, fake=torch.empty_like)
+    library.impl("below", Below.apply, "Autograd")
+    assert_agrees(lambda x: ops.below(x) + 1, vector())
+
+
 # -------------------------------------------------------------------------------------------- without register_autograd
 
 

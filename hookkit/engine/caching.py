@@ -97,7 +97,7 @@ def note_call(function: Any, *, guarded: bool = True) -> None:
     """A call of a Function was taken over in the program that is traced.
 
     Args:
-        function: the Function, or a function that runs in its place.
+        function: the Function, or a function that runs in its place, or a dict in which such are looked up.
         guarded: whether thunder guards the numbers and tensors that it reads.
     """
     program = _program.get()

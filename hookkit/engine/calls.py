@@ -63,7 +63,7 @@ def lookaside_for(
         nonlocal args, kwargs
         if function is not None:
             args, kwargs = _positional(owner, args, kwargs)
-        elif call.operator is not None and call.operator.functions:
+        elif call.operator is not None and call.operator.is_python:
             args, kwargs = call.operator.arrange(args, kwargs, wrap_const)
         uargs, ukwargs = unwrap_arguments(args, kwargs)
         return uargs, ukwargs, tuple(gradflow.requires_grad(trace, a) for a in uargs), user_source()
@@ -196,8 +196,8 @@ def _take_over(
     is_own = call.function is None and rule.mode != "inline"
     token = _running.set((*_running.get(), (rule, call.callable)) if is_own else _running.get())
     caching.note_call(invocation.subject if call.function is not None else rule.forward)
-    for function in invocation.operator_functions:
-        caching.note_call(function, guarded=False)
+    for part in invocation.operator_parts:
+        caching.note_call(part, guarded=False)
     try:
         with record.running(get_jit_ctx().computation_trace):
             return _run(invocation, record)
@@ -292,7 +292,7 @@ def _reachable(invocation: Invocation) -> tuple[State, State]:
     rule = invocation.rule
     # Where the callee runs itself the providers are hookkit's own, and the Function is among what is given.
     itself = rule.opaque_callee and invocation.call.function is not None
-    providers = [] if itself else [rule.forward, rule.backward_provider, *invocation.operator_functions]
+    providers = [] if itself else [rule.forward, rule.backward_provider, *invocation.operator_parts]
     outside = [g for g in given if not invocation.is_made_by_program(g)]
     everything = State.reachable_from([*map(unwrap, given), *providers])
     if len(outside) == len(given):

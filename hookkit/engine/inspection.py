@@ -195,7 +195,7 @@ def _bytes(tensors: Sequence[TensorProxy]) -> int:
 def _compiled_call(record: CallRecord, depth: int) -> CompiledCall:
     assert record.rule is not None
     forward, backward, saved = 0, 0, 0
-    known, differentiated_by_thunder = True, False
+    known, differentiated_by_thunder = True, record.rule.mode == "inline"
     for bsym in record.symbols:
         if isinstance(bsym.sym.meta, Composite):
             composite = bsym.sym.meta

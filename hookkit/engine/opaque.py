@@ -566,7 +566,7 @@ def _find_metadata(
     if provider is not None:
         return _from_meta_function(invocation, operator, slots, provider)
     # Of an operator that is a function of Python no fake function can be asked for.
-    lacking = invocation.call.unsupported is not None and not invocation.operator_functions
+    lacking = invocation.call.unsupported is not None and not invocation.operator_parts
     with _no_side_effects(invocation) as writes_undone:
         try:
             watch = _Watch(refuse_memory=not lacking)

@@ -69,7 +69,7 @@ class Invocation:
     @property
     def name(self) -> str:
         """What the call's symbol is called: after the Function, the rule, or what a predicate was asked about."""
-        if self.call.function is not None or self.operator_functions:
+        if self.call.function is not None or self.operator_parts:
             return self.call.name
         return self.rule.name if self.rule.forward is not None or self.rule.is_named else self.call.name
 
@@ -81,18 +81,18 @@ class Invocation:
         """
         if self.call.function is not None and self.rule.opaque_callee:
             return self.call.function
-        if self.operator_functions:
+        if self.operator_parts:
             return self.call.callable
         if self.rule.pass_call and self.call.args and callable(self.call.args[0]):
             return getattr(self.call.args[0], "__code__", self.call.args[0])
         return self.rule
 
     @property
-    def operator_functions(self) -> list[Any]:
-        """The functions of the operator that is called, if the rule traces those."""
+    def operator_parts(self) -> list[Any]:
+        """What is traced of the operator that is called, if the rule traces that."""
         if self.rule.forward is None or not self.rule.opaque_callee or self.call.operator is None:
             return []
-        return self.call.operator.functions
+        return self.call.operator.traced
 
     @property
     def note(self) -> str:

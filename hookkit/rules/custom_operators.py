@@ -51,7 +51,8 @@ def _(call: hookkit.Call, saved: Any, *grads: Any) -> Any:
     result = backward(saved.ctx, *grads)
     result = result if isinstance(result, tuple) else (result,)
     # An operator is called without the arguments that have their default values, and needs no gradients for them.
-    return (*result, *([None] * (len(call.args) - len(result))))
+    missing = call.args[len(result) :]
+    return result if holds_tensor(missing) else (*result, *([None] * len(missing)))
 
 
 @hookkit.rule(hookkit.where(is_composite), pass_call=True, opaque_callee=True, priority=-150)
@@ -59,6 +60,13 @@ def composite_operator(call: hookkit.Call, *inputs: Any, **keywords: Any) -> Any
     """Run the function that is registered for the operator."""
     composite: Any = call.operator.composite  # type: ignore[union-attr]
     return composite(*inputs, **keywords)
+
+
+def holds_tensor(value: Any) -> bool:
+    """Whether a value is a tensor, or a list with one."""
+    if isinstance(value, (list, tuple)):
+        return any([holds_tensor(v) for v in value])
+    return isinstance(value, torch.Tensor)
 
 
 def needs_gradient(value: Any) -> Any:
