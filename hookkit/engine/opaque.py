@@ -614,7 +614,7 @@ def _of_operation(
         try:
             first, second = _on_examples(invocation, operator, slots)
         except Exception as error:
-            if type(error) is type(without_data):
+            if type(error) is type(without_data) and not isinstance(error, NotImplementedError):
                 raise Raised(error, interpreted=False) from None
         else:
             tensors_only = all(isinstance(leaf, Slot) for leaf in leaves(first.structure))
@@ -623,8 +623,8 @@ def _of_operation(
     raise MetaError(
         f"{invocation.call} cannot be part of a compiled program: {invocation.call.unsupported}; and what it returns "
         f"depends on the values of tensors, so that it is not known before the program runs ({reason}). Call it "
-        "outside the compiled program, or write it with operations whose shapes are known (torch.where(mask, x, 0) for "
-        f"x[mask]){how_to_tell}"
+        "outside the compiled program, or use operations whose shapes are known (torch.where(mask, x, 0) for x[mask])"
+        f"{how_to_tell}"
     ) from without_data
 
 
