@@ -43,13 +43,17 @@ differentiated_by_pytorch = hookkit.rule(
     mode="opaque",
     pass_call=True,
     priority=PRIORITY,
+    name="differentiated_by_pytorch",
 )
 differentiated_by_pytorch.when(needs_gradient)
 
 # Values. thunder takes Tensor.unfold for torch.nn.functional.unfold, and take_along_dim does not count negative indices
 # from the end.
 run_by_pytorch = hookkit.rule(
-    [torch.Tensor.unfold, torch.take_along_dim, torch.Tensor.take_along_dim], mode="opaque", priority=PRIORITY
+    [torch.Tensor.unfold, torch.take_along_dim, torch.Tensor.take_along_dim],
+    mode="opaque",
+    priority=PRIORITY,
+    name="run_by_pytorch",
 )
 
 
