@@ -124,6 +124,14 @@ def test_the_check_of_the_site_finds(check_site, tmp_path, name, text, problem):
     assert check_site.problems(tmp_path) == ([f"{name}: {problem}"] if problem else [])
 
 
+def test_the_layout_has_every_module():
+    page = (ROOT / "docs/contributing.md").read_text()
+    named = set(re.findall(r"`(?:hookkit/)?([\w/]+\.py)`", page))
+    folders = [ROOT / "hookkit", ROOT / "hookkit/engine"]
+    there = {p.name for folder in folders for p in folder.glob("*.py") if p.name not in ("__init__.py", "__main__.py")}
+    assert there <= {name.rpartition("/")[2] for name in named}
+
+
 MODULES = {m.name for m in pkgutil.iter_modules(engine.__path__)}
 NAMES = re.compile(r"`(\w+)\.(\w+(?:\.\w+)*)`")
 
