@@ -98,6 +98,14 @@ def test_the_reference_has_every_class():
     assert set(errors.__all__) <= set(hookkit.__all__)
 
 
+@pytest.mark.parametrize(
+    "page", ["README.md", "CHANGELOG.md", "examples/README.md", "examples/plugin_package/README.md"]
+)
+def test_a_link_of_a_page_of_the_repository_leads_somewhere(check_site, page):
+    urls = check_site.MARKDOWN_LINK.findall((ROOT / page).read_text())
+    assert [url for url in urls if "://" not in url and not (ROOT / page).parent.joinpath(url).exists()] == []
+
+
 @pytest.fixture
 def check_site(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "docs/_ext")
