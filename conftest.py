@@ -1,4 +1,4 @@
-"""Runs the Python blocks of README.md and of the pages in docs/, in the order in which a reader meets them.
+"""Runs the Python blocks of README.md and of the pages in docs/, and the examples of docstrings.
 
 The blocks of one page share a namespace. What a block prints has to be what the next ``text`` block of the page shows;
 ``...`` in it stands for anything, and runs of blanks count as one.
@@ -10,7 +10,9 @@ import io
 from typing import Any
 
 from sybil import Example, Sybil
+from sybil.document import PythonDocStringDocument
 from sybil.evaluators.python import PythonEvaluator
+from sybil.parsers.doctest import DocTestParser
 from sybil.parsers.myst import CodeBlockParser, PythonCodeBlockParser, SkipParser
 
 import hookkit
@@ -56,10 +58,18 @@ class PythonBlocks(PythonCodeBlockParser):
         self.codeblock_parser = CodeBlockParser("python", run)
 
 
-pytest_collect_file = Sybil(
+pages = Sybil(
     parsers=[PythonBlocks(), CodeBlockParser("text", compare), SkipParser()],
     patterns=["README.md", "docs/*.md", "docs/*/*.md"],
     excludes=["docs/_build/*.md"],
     setup=enable,
     teardown=unregister,
-).pytest()
+)
+docstrings = Sybil(
+    parsers=[DocTestParser(OPTIONS)],
+    patterns=["hookkit/*.py", "hookkit/*/*.py"],
+    document_types={".py": PythonDocStringDocument},
+    setup=enable,
+    teardown=unregister,
+)
+pytest_collect_file = (pages + docstrings).pytest()

@@ -2,8 +2,9 @@
 
 import sys
 import warnings
-from importlib.metadata import version as installed_version
 from pathlib import Path
+
+import hookkit
 
 sys.path.insert(0, str(Path(__file__).parent / "_ext"))
 
@@ -12,13 +13,14 @@ warnings.filterwarnings("ignore", "transformer_engine module not found")  # thun
 project = "hookkit"
 author = "The hookkit developers"
 copyright = "The hookkit developers"
-version = release = installed_version("hookkit")
+version = release = hookkit.__version__
 
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
+    "check_site",
     "contract_table",
     "operations_table",
     "plain_markdown",
@@ -53,6 +55,8 @@ nitpick_ignore_regex = [
 smartquotes_action = "D"  # dashes only: quotes stay what is typed
 
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_title = f"hookkit {release}"
 html_show_sphinx = False
 html_copy_source = False

@@ -63,7 +63,7 @@ def mode(value: Mode) -> Callable[[FunctionClass], FunctionClass]:
             is not tried; ``"auto"``: what cannot be traced is opaque.
 
     Returns:
-        A decorator for the class; for somebody else's class call it: ``hookkit.mode("trace")(TheirFunction)``.
+        A decorator for the class. For somebody else's class call it, ``hookkit.mode("trace")(TheirFunction)``.
 
     Raises:
         RegistrationError: if the mode is none, or what is decorated is no subclass of ``torch.autograd.Function``.

@@ -23,6 +23,8 @@ def text_of(node):
             return text
         case ast.JoinedStr(values=values):
             return "".join(text_of(v) for v in values)
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return text_of(left) + text_of(right)
         case _:
             return "…"
 
@@ -58,6 +60,23 @@ def rows():
     return found
 
 
+SHIPPED = re.compile(r"^\| ((?:`\w+`(?:, )?)+) \| (\w+), (-\d+) \|", re.MULTILINE)
+
+
+def test_the_reference_has_each_rule_that_ships_with_its_mode_and_priority():
+    found = SHIPPED.findall((ROOT / "docs/reference/shipped_rules.md").read_text())
+    listed = {(name, mode, int(priority)) for names, mode, priority in found for name in re.findall(r"\w+", names)}
+    folder = ROOT / "hookkit/rules"
+    shipped = {(r.name, r.mode, r.priority) for r in hookkit.rules() if Path(r.declared_at.file).is_relative_to(folder)}
+    assert listed == shipped
+
+
+def test_the_api_has_every_public_name():
+    page = (ROOT / "docs/reference/api.md").read_text()
+    named = set(re.findall(r"auto\w+:: hookkit\.(\w+)", page))
+    assert set(hookkit.__all__) <= named
+
+
 def covers(row, message):
     parts = [part.strip() for part in row.split("…") if part.strip()]
     return all(part in message for part in parts)
@@ -77,6 +96,48 @@ def test_the_reference_has_every_class():
     text = (ROOT / "docs/reference/errors.md").read_text()
     assert all(f"## {name}\n" in text for name in errors.__all__)
     assert set(errors.__all__) <= set(hookkit.__all__)
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "CHANGELOG.md", "examples/README.md", "examples/plugin_package/README.md"]
+)
+def test_a_link_of_a_page_of_the_repository_leads_somewhere(check_site, page):
+    urls = check_site.MARKDOWN_LINK.findall((ROOT / page).read_text())
+    assert [url for url in urls if "://" not in url and not (ROOT / page).parent.joinpath(url).exists()] == []
+
+
+@pytest.fixture
+def check_site(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs/_ext")
+    return pytest.importorskip("check_site", reason="the docs extra is not installed")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "problem"),
+    [
+        ("a.html", '<a href="b.html">', "b.html leads nowhere"),
+        ("a.html", '<a href="#there">', "#there: there is no such place on the page"),
+        ("a.html", '<a href="../x.html">', "../x.html leads out of the site"),
+        ("a.html", '<a href="/a.html">', "/a.html leads out of the site"),
+        ("a.html", '<script src="https://example.org/x.js">', "fetches https://example.org/x.js"),
+        ("a.html", '<link rel="icon" href="//example.org/x.svg">', "fetches //example.org/x.svg"),
+        ("a.css", "@import url('https://example.org/x.css');", "fetches https://example.org/x.css"),
+        ("a.md", "[b](b.md)", "b.md leads nowhere"),
+        ("a.html", '<p id="here"><a href="#here"><a href="a.html#here"><a href="https://example.org">', None),
+        ("a.md", "`[b](b.md)` [a](a.md) [c](https://example.org)", None),
+    ],
+)
+def test_the_check_of_the_site_finds(check_site, tmp_path, name, text, problem):
+    (tmp_path / name).write_text(text)
+    assert check_site.problems(tmp_path) == ([f"{name}: {problem}"] if problem else [])
+
+
+def test_the_layout_has_every_module():
+    page = (ROOT / "docs/contributing.md").read_text()
+    named = set(re.findall(r"`(?:hookkit/)?([\w/]+\.py)`", page))
+    folders = [ROOT / "hookkit", ROOT / "hookkit/engine"]
+    there = {p.name for folder in folders for p in folder.glob("*.py") if p.name not in ("__init__.py", "__main__.py")}
+    assert there <= {name.rpartition("/")[2] for name in named}
 
 
 MODULES = {m.name for m in pkgutil.iter_modules(engine.__path__)}

@@ -5,6 +5,7 @@ Made from the resolved document trees, so that what directives bring in (API, pr
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,14 +27,23 @@ def inline(node: nodes.Node) -> str:
         return f"`{node.astext()}`"
     if isinstance(node, nodes.image):
         return f"![{node.get('alt', '')}]({node['uri']})"
-    text = "".join(map(inline, node.children))
+    text = "".join(_joined(node.children))
     if isinstance(node, nodes.strong):
         return f"**{text}**"
-    if isinstance(node, nodes.emphasis | nodes.title_reference):
+    if isinstance(node, nodes.title_reference):
         return f"*{text}*"
     if isinstance(node, nodes.reference):
         return f"[{text}]({link(node)})"
     return text
+
+
+def _joined(children: list[nodes.Node]) -> Iterator[str]:
+    """The Markdown of each; what is emphasised piece by piece, as the types of parameters are, in one."""
+    for is_emphasised, group in itertools.groupby(children, key=lambda c: isinstance(c, nodes.emphasis)):
+        if is_emphasised:
+            yield f"*{''.join(child.astext() for child in group)}*"
+        else:
+            yield from map(inline, group)
 
 
 def link(node: nodes.reference) -> str:
@@ -49,8 +59,10 @@ def blocks(node: nodes.Node, level: int) -> Iterator[str]:
     if isinstance(node, nodes.section):
         for child in node.children:
             yield from blocks(child, level + 1)
-    elif isinstance(node, nodes.title | nodes.rubric):
+    elif isinstance(node, nodes.title):
         yield f"{'#' * max(level, 1)} {inline(node)}"
+    elif isinstance(node, nodes.rubric):
+        yield f"**{inline(node)}**"
     elif isinstance(node, nodes.literal_block | nodes.doctest_block):
         language = node.get("language", "python" if isinstance(node, nodes.doctest_block) else "")
         yield f"```{'' if language == 'default' else language}\n{node.astext().rstrip()}\n```"
@@ -61,6 +73,12 @@ def blocks(node: nodes.Node, level: int) -> Iterator[str]:
             name, body = item.children[0], item.children[-1]
             yield f"**{inline(name)}**" + ("" if isinstance(node, nodes.definition_list) else ":")
             yield from within(body, level)
+    elif isinstance(node, addnodes.desc):
+        for child in node.children:
+            if isinstance(child, addnodes.desc_signature):
+                yield f"{'#' * (level + 1)} `{signature(child)}`"
+            else:
+                yield from within(child, level + 1)
     elif isinstance(node, nodes.Admonition) and not isinstance(node, nodes.system_message):
         title, *body = node.children if isinstance(node, nodes.admonition) else (None, *node.children)
         name = inline(title) if title is not None else type(node).__name__.capitalize()
@@ -72,18 +90,16 @@ def blocks(node: nodes.Node, level: int) -> Iterator[str]:
         yield table(node)
     elif isinstance(node, nodes.transition):
         yield "---"
-    elif isinstance(node, addnodes.desc):
-        for child in node.children:
-            if isinstance(child, addnodes.desc_signature):
-                yield f"{'#' * (level + 1)} `{child.astext().replace('[source]', '').strip()}`"
-            else:
-                yield from within(child, level + 1)
     elif isinstance(node, WRAPPERS):
         yield from within(node, level)
     else:
         text = inline(node).strip()
         if text:
             yield text
+
+
+def signature(node: addnodes.desc_signature) -> str:
+    return re.sub(r"\s+", " ", node.astext()).strip()
 
 
 def within(node: nodes.Node, level: int) -> Iterator[str]:
@@ -127,9 +143,9 @@ def pages(app: Sphinx) -> list[str]:
 
 def summary(document: nodes.document) -> str:
     """The first sentence of a page."""
-    paragraph = next(iter(document.findall(nodes.paragraph)), None)
+    paragraph = next((p for p in document.findall(nodes.paragraph) if isinstance(p.parent, nodes.section)), None)
     text = re.sub(r"\s+", " ", paragraph.astext()) if paragraph is not None else ""
-    return re.split(r"(?<=[.?]) ", text)[0]
+    return re.sub(":$", ".", re.split(r"(?<=[.?]) ", text)[0])
 
 
 def write(app: Sphinx, error: Exception | None) -> None:

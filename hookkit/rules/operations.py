@@ -103,7 +103,7 @@ def fills_by_mask(tensor: Any, key: Any, value: Any) -> bool:
     return any(getattr(k, "dtype", None) is thunder.bool8 for k in keys) and hasattr(value, "dtype")
 
 
-assignment = hookkit.rule(torch.Tensor.__setitem__, mode="opaque", priority=-100)
+assignment = hookkit.rule(torch.Tensor.__setitem__, mode="opaque", priority=-100, name="assignment")
 assignment.when(fills_by_mask)
 
 
