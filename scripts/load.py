@@ -64,7 +64,7 @@ def _count_entries(found: Counter[str], name: str, value: Any) -> None:
                 found[f"entries of {name}.{attribute}"] = len(held)
 
 
-def growth(action: Callable[[], None], times: int, *, warm_up: int = 3) -> dict[str, int]:
+def growth(action: Callable[[], None], times: int, *, warm_up: int = 2) -> dict[str, int]:
     """What an action that is repeated leaves behind.
 
     Args:
