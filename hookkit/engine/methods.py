@@ -31,6 +31,9 @@ _TORCH_METHODS = {
     for name, function in inspect.getmembers(TensorProxy, inspect.isfunction)
     if callable(getattr(torch.Tensor, name, None)) and getattr(torch.Tensor, name) is not getattr(object, name, None)
 }
+_TORCH_METHODS.update(
+    (getattr(TensorProxy, name).fget, getattr(torch.Tensor, name).__get__) for name in ("T", "imag", "mT", "real")
+)
 
 # Of its memory a proxy knows nothing; a call that asks runs opaque.
 _LAYOUT = frozenset({"data_ptr", "is_contiguous", "is_non_overlapping_and_dense", "storage_offset", "stride"})

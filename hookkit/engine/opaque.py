@@ -532,7 +532,7 @@ def _of_operation(
         try:
             first, second = _on_examples(invocation, operator, slots)
         except Exception as error:
-            if type(error) is type(without_data):
+            if type(error) is type(without_data) and not isinstance(error, NotImplementedError):
                 raise Raised(error, interpreted=False) from None
         else:
             tensors_only = all(isinstance(leaf, Slot) for leaf in leaves(first.structure))

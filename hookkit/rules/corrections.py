@@ -8,15 +8,31 @@ from __future__ import annotations
 
 from typing import Any
 
+import thunder
 import torch
 
 import hookkit
 
 __all__ = [
+    "activations_in_place",
+    "celu",
+    "clamp",
+    "clamp_to_tensors",
     "differentiated_by_pytorch",
+    "elu",
+    "glu",
+    "hardsigmoid",
+    "hardtanh",
     "instance_norm",
+    "largest",
+    "mish",
     "nll_loss",
+    "relu",
+    "relu6",
+    "rounding",
     "run_by_pytorch",
+    "selu",
+    "sigmoid",
     "split",
     "steps",
     "unbiased",
@@ -31,37 +47,21 @@ def both(*names: str) -> list[Any]:
     return [getattr(owner, name) for name in names for owner in (torch, torch.Tensor) if hasattr(owner, name)]
 
 
-def needs_gradient(call: hookkit.Call, *args: Any, **kwargs: Any) -> bool:
-    """Whether a gradient can be asked for; without one thunder is right."""
-    return any(call.needs)
+# ------------------------------------------------------------------------------------------------- values and structure
 
-
-# Gradients. copysign and index_put have one for their last tensor too; bernoulli, fill_ and zero_ have zeros, not None;
-# where a factor is zero the gradient of prod is that of the others, not NaN.
-differentiated_by_pytorch = hookkit.rule(
-    both("bernoulli", "copysign", "index_put", "index_put_", "prod", "zero_", "ceil_", "floor_", "copysign_"),
-    mode="opaque",
-    pass_call=True,
-    priority=PRIORITY,
-)
-differentiated_by_pytorch.when(needs_gradient)
-
-# Values. thunder takes Tensor.unfold for torch.nn.functional.unfold, and take_along_dim does not count negative indices
-# from the end.
+# thunder takes Tensor.unfold for torch.nn.functional.unfold, and take_along_dim does not count negative indices from
+# the end.
 run_by_pytorch = hookkit.rule(
-    [torch.Tensor.unfold, torch.take_along_dim, torch.Tensor.take_along_dim], mode="opaque", priority=PRIORITY
+    [torch.Tensor.unfold, *both("take_along_dim")], mode="opaque", priority=PRIORITY, name="run_by_pytorch"
 )
 
-
-@hookkit.rule(both("ceil", "floor"), pass_call=True, priority=PRIORITY)
-def steps(call: hookkit.Call, tensor: Any) -> Any:
-    """A step function, whose gradient is zero and not None."""
-    return call.callable(tensor), hookkit.save()
+# thunder does not update the running statistics.
+instance_norm = hookkit.rule(F.instance_norm, mode="opaque", priority=PRIORITY)
 
 
-@steps.backward
-def _(call: hookkit.Call, saved: Any, gradient: Any) -> Any:
-    return (torch.zeros_like(gradient),)
+@instance_norm.when
+def _(input: Any, running_mean: Any = None, *args: Any, **kwargs: Any) -> bool:
+    return running_mean is not None
 
 
 @hookkit.rule(both("split"), pass_call=True, priority=PRIORITY)
@@ -71,9 +71,9 @@ def split(call: hookkit.Call, *args: Any, **kwargs: Any) -> Any:
 
 
 @hookkit.rule(both("std", "std_mean", "var", "var_mean"), pass_call=True, priority=PRIORITY)
-def unbiased(call: hookkit.Call, tensor: Any, unbiased: bool) -> Any:
+def unbiased(call: hookkit.Call, input: Any, unbiased: bool) -> Any:
     """A variance of all elements: ``torch.var(x, False)``, of which thunder takes the second argument for a dim."""
-    return call.callable(tensor, correction=int(unbiased))
+    return call.callable(input, correction=int(unbiased))
 
 
 @unbiased.when
@@ -95,10 +95,216 @@ def nll_loss(
     return F.nll_loss(input, target, weight, size_average, ignore_index, reduce, reduction)
 
 
-# thunder's does not update the running statistics.
-instance_norm = hookkit.rule(F.instance_norm, mode="opaque", priority=PRIORITY)
+@hookkit.rule([*both("relu"), F.relu], priority=PRIORITY)
+def relu(input: Any, inplace: bool = False) -> Any:
+    """NaN stays NaN; thunder makes it zero."""
+    return torch.where(input <= 0, 0, input)
 
 
-@instance_norm.when
-def _(input: Any, running_mean: Any = None, *args: Any, **kwargs: Any) -> bool:
-    return running_mean is not None
+# ------------------------------------------------------------------------------------------- gradients, by PyTorch itself
+
+# thunder has None for the last tensor of copysign and index_put, and for bernoulli and zero_, whose gradients are zeros.
+# NaN at zeros: atan2, normalize, pow of two tensors, prod. Wrong at bounds: hardshrink, rrelu, softshrink. NaN from
+# infinities: prelu. No gradient at all: x.imag, x.real.
+differentiated_by_pytorch = hookkit.rule(
+    [
+        *both("atan2", "bernoulli", "copysign", "float_power", "hardshrink", "index_put", "pow", "prelu", "prod", "rrelu"),
+        *both("atan2_", "bernoulli_", "ceil_", "celu_", "clamp_", "clamp_max_", "clamp_min_", "clip_", "copysign_"),
+        *both("floor_", "index_put_", "pow_", "selu_", "sigmoid_", "zero_"),
+        *(F.hardshrink, F.normalize, F.prelu, F.rrelu, F.softshrink),
+        *(torch.Tensor.__pow__, torch.Tensor.__rpow__),
+    ],
+    mode="opaque",
+    pass_call=True,
+    priority=PRIORITY,
+    name="differentiated_by_pytorch",
+)
+
+
+@differentiated_by_pytorch.when
+def _(call: hookkit.Call, *args: Any, **kwargs: Any) -> bool:
+    """Where a gradient can be asked for; of powers only those of two tensors are wrong."""
+    is_power = "pow" in call.name
+    return any(call.needs) and not (is_power and not all(hasattr(a, "shape") for a in args))
+
+
+rounding = hookkit.rule([*both("div", "divide", "div_", "divide_")], mode="opaque", pass_call=True, priority=PRIORITY)
+
+
+@rounding.when
+def _(call: hookkit.Call, *args: Any, **kwargs: Any) -> bool:
+    """``rounding_mode``: the gradient is zero, and not NaN where thunder divides by zero."""
+    return any(call.needs) and kwargs.get("rounding_mode") is not None
+
+
+# ------------------------------------------------------------------------------------------------------ gradients, traced
+
+
+@hookkit.rule(both("ceil", "floor"), pass_call=True, priority=PRIORITY)
+def steps(call: hookkit.Call, input: Any) -> Any:
+    """A step function, whose gradient is zero and not None."""
+    return call.callable(input), hookkit.save()
+
+
+@steps.backward
+def _(call: hookkit.Call, saved: Any, gradient: Any) -> Any:
+    return {"input": torch.zeros_like(gradient)}
+
+
+@hookkit.rule([*both("sigmoid"), F.sigmoid, torch.special.expit], priority=PRIORITY)
+def sigmoid(input: Any) -> Any:
+    """With a gradient of zero, not NaN, where exp(-input) overflows (below -88 in float32)."""
+    output = torch.sigmoid(input)
+    return output, hookkit.save(output=output)
+
+
+@sigmoid.backward
+def _(saved: Any, gradient: Any) -> Any:
+    return {"input": gradient * saved.output * (1 - saved.output)}
+
+
+@sigmoid.when
+def _(input: Any) -> bool:
+    return input.dtype not in (thunder.complex64, thunder.complex128)
+
+
+@hookkit.rule(F.glu, priority=PRIORITY)
+def glu(input: Any, dim: int = -1) -> Any:
+    """By the sigmoid above."""
+    first, second = torch.chunk(input, 2, dim)
+    return first * torch.sigmoid(second)
+
+
+def _elu(input: Any, alpha: float, scale: float, input_scale: float) -> Any:
+    """As in aten/src/ATen/native/cpu/Activation.cpp; the exponential is never taken of a large number."""
+    negative = alpha * scale * torch.expm1(torch.where(input > 0, 0, input) * input_scale)
+    return torch.where(input > 0, input * scale, negative)
+
+
+@hookkit.rule(F.elu, priority=PRIORITY)
+def elu(input: Any, alpha: float = 1.0, inplace: bool = False) -> Any:
+    """With a gradient of one, not NaN, where exp(input) overflows."""
+    return _elu(input, alpha, 1.0, 1.0)
+
+
+@hookkit.rule([*both("celu"), F.celu], priority=PRIORITY)
+def celu(input: Any, alpha: float = 1.0, inplace: bool = False) -> Any:
+    """As elu."""
+    return _elu(input, alpha, 1.0, 1 / alpha)
+
+
+@hookkit.rule([*both("selu"), F.selu], priority=PRIORITY)
+def selu(input: Any, inplace: bool = False) -> Any:
+    """As elu."""
+    return _elu(input, 1.6732632423543772848170429916717, 1.0507009873554804934193349852946, 1.0)
+
+
+@hookkit.rule(F.mish, priority=PRIORITY)
+def mish(input: Any, inplace: bool = False) -> Any:
+    """With a gradient of one, not NaN, where exp(input) overflows."""
+    return input * torch.tanh(F.softplus(input))
+
+
+CLAMPS = both("clamp", "clamp_max", "clamp_min", "clip")
+
+
+@hookkit.rule(CLAMPS, pass_call=True, priority=PRIORITY)
+def clamp(call: hookkit.Call, input: Any, *args: Any, **kwargs: Any) -> Any:
+    """With the gradient of the input at a bound, where thunder's is zero."""
+    output = call.callable(input, *args, **kwargs)
+    return output, hookkit.save(inside=output == input)
+
+
+@clamp.backward
+def _(call: hookkit.Call, saved: Any, gradient: Any) -> Any:
+    return {"input": torch.where(saved.inside, gradient, 0)}
+
+
+@clamp.when
+def _(call: hookkit.Call, input: Any, *args: Any, **kwargs: Any) -> bool:
+    bounds = [b for b in (*args, *kwargs.values()) if b is not None]
+    return all(isinstance(b, int | float) for b in bounds) and bounds == sorted(bounds)
+
+
+clamp_to_tensors = hookkit.rule(
+    CLAMPS, mode="opaque", pass_call=True, priority=PRIORITY - 1, name="clamp_to_tensors"
+)
+
+
+@clamp_to_tensors.when
+def _(call: hookkit.Call, *args: Any, **kwargs: Any) -> bool:
+    return any(call.needs)
+
+
+@hookkit.rule(F.hardtanh, priority=PRIORITY)
+def hardtanh(input: Any, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Any:
+    """With no gradient at a bound."""
+    inside = (input > min_val) & (input < max_val)
+    return torch.clamp(input, min_val, max_val), hookkit.save(inside=inside)
+
+
+@hardtanh.backward
+def _(saved: Any, gradient: Any) -> Any:
+    return {"input": torch.where(saved.inside, gradient, 0)}
+
+
+@hookkit.rule(F.relu6, priority=PRIORITY)
+def relu6(input: Any, inplace: bool = False) -> Any:
+    """By hardtanh, as in PyTorch."""
+    return F.hardtanh(input, 0.0, 6.0)
+
+
+@hookkit.rule(F.hardsigmoid, priority=PRIORITY)
+def hardsigmoid(input: Any, inplace: bool = False) -> Any:
+    """With no gradient at a bound."""
+    return torch.clamp(input / 6 + 0.5, 0.0, 1.0), hookkit.save(inside=(input > -3) & (input < 3))
+
+
+@hardsigmoid.backward
+def _(saved: Any, gradient: Any) -> Any:
+    return {"input": torch.where(saved.inside, gradient / 6, 0)}
+
+
+@hookkit.rule(both("max", "min"), pass_call=True, priority=PRIORITY)
+def largest(call: hookkit.Call, input: Any, dim: int, keepdim: bool = False) -> Any:
+    """With the whole gradient for the element whose index is returned; thunder shares it among ties."""
+    returned = call.callable(input, dim, keepdim)
+    return returned, hookkit.save(indices=returned[1], dim=dim, keepdim=keepdim, shape=input.shape)
+
+
+@largest.backward
+def _(call: hookkit.Call, saved: Any, gradients: Any) -> Any:
+    gradient, indices = gradients[0], saved.indices
+    if not saved.keepdim:
+        gradient, indices = gradient.unsqueeze(saved.dim), indices.unsqueeze(saved.dim)
+    zeros = torch.zeros(saved.shape, dtype=gradient.dtype, device=gradient.device)
+    return {"input": zeros.scatter(saved.dim, indices, gradient)}
+
+
+@largest.when
+def _(call: hookkit.Call, input: Any, *args: Any, **kwargs: Any) -> bool:
+    dim = args[0] if args else kwargs.get("dim")
+    return isinstance(dim, int) and input.ndim > 0
+
+
+
+# What is left of these: calls that work in place.
+ACTIVATIONS = [F.celu, F.elu, F.hardsigmoid, F.hardtanh, F.mish, F.relu6, F.selu]
+
+
+def makes_a_tensor(*args: Any, **kwargs: Any) -> bool:
+    """Whether a call is not asked to work in place."""
+    return not kwargs.get("inplace") and not any(a is True for a in args)
+
+
+for activation in (celu, elu, hardsigmoid, hardtanh, mish, relu, relu6, selu):
+    activation.when(makes_a_tensor)
+
+activations_in_place = hookkit.rule(
+    ACTIVATIONS, mode="opaque", pass_call=True, priority=PRIORITY - 1, name="activations_in_place"
+)
+
+
+@activations_in_place.when
+def _(call: hookkit.Call, *args: Any, **kwargs: Any) -> bool:
+    return any(call.needs)

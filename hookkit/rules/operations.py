@@ -20,6 +20,7 @@ __all__ = [
     "assignment",
     "combinations",
     "ctc_loss",
+    "detach_",
     "linalg_lstsq",
     "maximum",
     "minimum",
@@ -41,6 +42,12 @@ def requires_grad_(tensor: Any, requires_grad: bool = True) -> Any:
     """The tensor, if a compiled program can see to it that it requires grad."""
     tensor.requires_grad = requires_grad
     return tensor
+
+
+@hookkit.rule(torch.Tensor.detach_, mode="trace", priority=-100)
+def detach_(tensor: Any) -> Any:
+    """The tensor, from here on without its gradient."""
+    return tensor.copy_(tensor.detach())
 
 
 # Three whose results have shapes that their arguments tell, though PyTorch does not know them without data.
@@ -81,7 +88,7 @@ def _(A: Any, B: Any, rcond: Any = None, *, driver: str | None = None) -> Any:
     columns = [] if is_vector else [B.shape[-1]]
     batch = torch.broadcast_shapes(batch, B.shape[: B.ndim - 1 - len(columns)])
     driver = driver or "gelsy"
-    residuals = A.new_empty((*batch, *columns) if m > n and driver != "gelsy" else (0,))
+    residuals = A.new_empty((*batch, *(columns or [1])) if m > n and driver != "gelsy" else (0,))
     rank = A.new_empty(batch if driver != "gels" else (0,), dtype=torch.int64)
     values = A.new_empty((*batch, min(m, n)) if driver in ("gelsd", "gelss") else (0,), dtype=A.abs().dtype)
     returned = torch.return_types.linalg_lstsq((A.new_empty((*batch, n, *columns)), residuals, rank, values))

@@ -11,7 +11,7 @@ import torch
 
 import hookkit
 
-__all__ = ["autograd_inside", "grad_fn"]
+__all__ = ["autograd_inside", "grad_fn", "reshaping"]
 
 FUNCTIONS = [torch.autograd.grad, torch.autograd.backward, torch.vmap]
 FUNCTIONS += [
@@ -39,4 +39,16 @@ def grad_fn(call: hookkit.Call, *args: Any) -> NoReturn:
     raise hookkit.HookError(
         f"grad_fn of a tensor is not supported inside a program compiled by thunder (at {call.source}): there is no "
         "autograd graph while it is traced. Ask for requires_grad instead."
+    )
+
+
+RESHAPING: Any = [torch.Tensor.resize_, torch.Tensor.resize_as_, torch.resize_as_, torch.Tensor.set_]
+
+
+@hookkit.rule(RESHAPING, mode="trace", pass_call=True, priority=-100)
+def reshaping(call: hookkit.Call, *args: Any, **kwargs: Any) -> NoReturn:
+    """Refuse to give a tensor another shape, or other memory."""
+    raise hookkit.HookError(
+        f"{call} is not supported inside a program compiled by thunder, where a tensor keeps its shape and its memory. "
+        "Make a new tensor: x.reshape(...), x.new_empty(...) or torch.empty(...)."
     )

@@ -1,0 +1,168 @@
+"""Operations of torch that thunder lacks: PyTorch runs them, and the program is still right, and still compiled."""
+
+import pytest
+import torch
+from thunder.dynamo import thunderfx
+from torch.autograd import Function
+
+import hookkit
+from hookkit.testing import assert_same
+
+CONSTANT = torch.arange(1.0, 5.0, dtype=torch.float64)
+MASK = torch.eye(4, dtype=torch.bool)
+
+
+def matrix(*shape):
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(*(shape or (4, 4)), generator=generator, dtype=torch.float64).requires_grad_()
+
+
+def definite(x):
+    return x @ x.mT + 4 * torch.eye(4, dtype=x.dtype)
+
+
+def change(method, *args):
+    """A program that changes a temporary in place."""
+
+    def program(x):
+        y = x.clone()
+        getattr(y, method)(*args)
+        return y * x
+
+    return program
+
+
+def assigned(x):
+    y = x * 2
+    y[MASK] = 0.0
+    return y
+
+
+def assigned_tensor(x):
+    y = x * 2
+    y[MASK] = CONSTANT
+    return y
+
+
+def filled_by_mask(x):
+    y = x * 2
+    y[y > 0] = y.sum()
+    return y
+
+
+def detached(x):
+    y = x * 2
+    z = y + x
+    y.detach_()
+    return y * x + z
+
+
+PROGRAMS = {
+    "linspace": lambda x: x * torch.linspace(0, 1, 4, dtype=x.dtype),
+    "eye": lambda x: x @ torch.eye(4, dtype=x.dtype),
+    "as_tensor": lambda x: x + torch.as_tensor([1.0, 2.0, 3.0, 4.0], dtype=x.dtype),
+    "tensor": lambda x: x + torch.tensor([[1.0], [2.0], [3.0], [4.0]], dtype=x.dtype),
+    "a tensor of the module": lambda x: x + CONSTANT,
+    "zeros_like(requires_grad=True)": lambda x: x + torch.zeros_like(x, requires_grad=True),
+    "full_like(requires_grad=True)": lambda x: x * torch.full_like(x, 3.0, requires_grad=True),
+    "_softmax_backward_data": lambda x: torch._softmax_backward_data(x, x.softmax(-1), -1, x.dtype),
+    "mH": lambda x: x.mH * 2,
+    "H": lambda x: x.H * 2,
+    "real": lambda x: x.real * 2,
+    "sigmoid_": change("sigmoid_"),
+    "tanh_": change("tanh_"),
+    "exp_": change("exp_"),
+    "erfinv_": lambda x: x.tanh().clone().erfinv_() * x,
+    "clamp_": change("clamp_", -0.5, 0.5),
+    "lerp_": change("lerp_", CONSTANT, 0.25),
+    "masked_fill_": change("masked_fill_", MASK, 2.0),
+    "addcmul_": change("addcmul_", CONSTANT, CONSTANT),
+    "fmod_": change("fmod_", 0.75),
+    "xlogy_": lambda x: x.exp().clone().xlogy_(CONSTANT),
+    "max().values": lambda x: x.max(1).values * 2,
+    "max().indices": lambda x: x * x.max(1).indices,
+    "sort().values": lambda x: x.sort(descending=True).values * 2,
+    "sort, as it is": lambda x: x.sort(0),
+    "topk().values": lambda x: x.topk(2).values * 2,
+    "median, as it is": lambda x: x.median(1),
+    "data": lambda x: x.data * x,
+    "requires_grad_": lambda x: (x * 2).requires_grad_() * 3,
+    "detach_": lambda x: (x * 2).detach_() * x,
+    "detach_ of a variable": detached,
+    "x[mask] = number": assigned,
+    "x[mask] = tensor": assigned_tensor,
+    "x[x > 0] = tensor": filled_by_mask,
+    "where(mask)": lambda x: torch.where(MASK, x, -x),
+    "linalg.inv": lambda x: torch.linalg.inv(definite(x)),
+    "linalg.solve": lambda x: torch.linalg.solve(definite(x), x),
+    "linalg.cholesky": lambda x: torch.linalg.cholesky(definite(x)),
+    "linalg.det": lambda x: torch.linalg.det(x),
+    "linalg.slogdet": lambda x: torch.linalg.slogdet(x),
+    "linalg.eigvalsh": lambda x: torch.linalg.eigvalsh(x + x.mT),
+    "linalg.svdvals": lambda x: torch.linalg.svdvals(x),
+    "linalg.qr": lambda x: torch.linalg.qr(x),
+    "linalg.matrix_exp": lambda x: torch.linalg.matrix_exp(x),
+    "linalg.pinv": lambda x: torch.linalg.pinv(x),
+    "linalg.vector_norm": lambda x: torch.linalg.vector_norm(x, dim=1),
+    "linalg.lstsq": lambda x: torch.linalg.lstsq(x[:, :3], x)[0],
+    "fft.fft": lambda x: torch.fft.fft(x).abs(),
+    "fft.rfft": lambda x: torch.view_as_real(torch.fft.rfft(x)),
+    "fft.irfft": lambda x: torch.fft.irfft(torch.fft.rfft(x)),
+    "fft.fft2": lambda x: torch.fft.fft2(x).imag,
+    "real of complex": lambda x: torch.fft.fft2(x).real,
+    "fft.fftshift": lambda x: torch.fft.fftshift(x),
+    "special.bessel_j0": lambda x: torch.special.bessel_j0(x.detach()) * x,
+    "special.erfcx": lambda x: torch.special.erfcx(x),
+    "special.gammaln": lambda x: torch.special.gammaln(x.exp()),
+    "special.logit": lambda x: torch.special.logit(x.sigmoid()),
+    "special.i0e": lambda x: torch.special.i0e(x),
+    "special.entr": lambda x: torch.special.entr(x.exp()),
+    "special.xlog1py": lambda x: torch.special.xlog1py(x, CONSTANT),
+    "cov": lambda x: torch.cov(x),
+    "combinations": lambda x: torch.combinations(x[0], 3),
+    "cdist": lambda x: torch.cdist(x, CONSTANT.expand(4, 4)),
+    "logcumsumexp": lambda x: torch.logcumsumexp(x, 1),
+    "interpolate(bicubic)": lambda x: torch.nn.functional.interpolate(x[None, None], scale_factor=2, mode="bicubic"),
+    "pad(reflect)": lambda x: torch.nn.functional.pad(x[None], (1, 2), "reflect"),
+    "dropout(inplace=True)": lambda x: torch.nn.functional.dropout(x * 2, 0.0, inplace=True) * x,
+    "an operator of torch.ops": lambda x: torch.ops.aten.logcumsumexp.default(x, 1),
+}
+IN_PLACE_IN_FUNCTIONS = {"x[mask] = tensor", "x[x > 0] = tensor"}
+
+
+def first_tensor(value):
+    return value if isinstance(value, torch.Tensor) else value[0]
+
+
+def as_function(program):
+    """A custom Function that runs a program in its forward and in its backward; its gradient is wrong on purpose."""
+
+    class Inside(Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return first_tensor(program(x)).clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            (x,) = ctx.saved_tensors
+            return 100 * x * (gradient * first_tensor(program(x))).sum()
+
+    return Inside.apply
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_an_operation_in_a_program_is_right(name):
+    assert_same(PROGRAMS[name], matrix())
+
+
+@pytest.mark.parametrize("name", sorted(PROGRAMS))
+def test_a_function_with_the_operation_in_forward_and_backward_stays_traced_and_is_right(name):
+    jitted = assert_same(as_function(PROGRAMS[name]), matrix())
+    assert "traced" in str(hookkit.report(jitted))
+
+
+@pytest.mark.parametrize("name", sorted(PROGRAMS)[::6])
+def test_an_operation_under_thunderfx_is_right(name):
+    torch._dynamo.reset()
+    assert_same(PROGRAMS[name], matrix(), jit=thunderfx)
