@@ -21,6 +21,7 @@ __all__ = [
     "differentiated_by_pytorch",
     "elu",
     "glu",
+    "group_norm",
     "hardsigmoid",
     "hardtanh",
     "instance_norm",
@@ -62,6 +63,15 @@ instance_norm = hookkit.rule(F.instance_norm, mode="opaque", priority=PRIORITY)
 @instance_norm.when
 def _(input: Any, running_mean: Any = None, *args: Any, **kwargs: Any) -> bool:
     return running_mean is not None
+
+
+# Without elements it has no gradient under thunder, and empty ones in PyTorch.
+group_norm = hookkit.rule(F.group_norm, mode="opaque", priority=PRIORITY)
+
+
+@group_norm.when
+def _(input: Any, *args: Any, **kwargs: Any) -> bool:
+    return 0 in input.shape
 
 
 @hookkit.rule(both("split"), pass_call=True, priority=PRIORITY)
