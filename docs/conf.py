@@ -20,6 +20,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
     "contract_table",
+    "operations_table",
     "plain_markdown",
     "printed",
     "public_names",

@@ -1,10 +1,11 @@
 """Compares programs of one operation each with eager PyTorch, for every operator of torch's own operator database.
 
 The database is ``op_db`` in torch/testing/_internal/common_methods_invocations.py, which needs the package expecttest.
-An operator is called as a function, as a method and in place, where it has these forms, on a few of its samples; outputs,
-structure, dtypes, ``requires_grad`` and gradients are compared, once with thunder alone and once with hookkit.
+An operator is called as a function, as a method and in place, where it has these forms, on a few of its samples.
+Outputs, structure, dtypes, ``requires_grad`` and gradients are compared, once with thunder alone and once with hookkit.
 
-Run as ``python scripts/sweep_operations.py [--jobs N] [--only NAME ...] [--inputs KIND] OUT.json``.
+``python scripts/sweep_operations.py --jobs 2 docs/operations.json`` makes the file from which the reference's page on
+operations is made. Other kinds of inputs are chosen with ``--inputs``, some operators alone with ``--only``.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import itertools
 import json
 import math
+import re
 import signal
 import subprocess
 import sys
@@ -29,9 +31,10 @@ import torch
 from torch.testing._internal import common_methods_invocations
 from torch.testing._internal.common_methods_invocations import op_db
 
-import hookkit
-import thunder
-import thunder
+import hookkit  # isort: split
+
+import thunder  # after hookkit, without which it cannot be imported on torch 2.13
+
 from hookkit.testing import _difference, _observe, _structure
 
 # Random operators of the database set a seed before they run, in Python code that is not the operator's.
@@ -152,7 +155,7 @@ def judge(program: Program, *, values: bool = True) -> tuple[str, str] | None:
 
 def _words(error: BaseException) -> str:
     lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:400]}"
+    return f"{type(error).__name__}: " + re.sub(r"\S*/site-packages/", "", lines[0])[:300]
 
 
 class TooLong(BaseException):
@@ -325,17 +328,20 @@ def main() -> None:
         work(arguments)
         return
     places = [i for i, o in enumerate(op_db) if not arguments.only or o.name in arguments.only]
-    result: dict[str, Any] = {"torch": torch.__version__, "inputs": arguments.inputs, "operators": {}}
+    result: dict[str, dict[str, Any]] = {name_of(op_db[place]): {} for place in places}
     for column in arguments.columns:
         shards = [places[i :: arguments.jobs] for i in range(arguments.jobs)]
         sweeps = [sweep(arguments, column, shard) for shard in shards]
         with ThreadPoolExecutor(arguments.jobs) as pool:
             found = dict(itertools.chain.from_iterable(pool.map(list, sweeps)))
         for place in places:
-            result["operators"].setdefault(name_of(op_db[place]), {})[column] = found[place]
+            judged = {f: s if s == "right" else [s, why] for f, (s, why, _) in found[place].items()}
+            result[name_of(op_db[place])][column] = judged
         worst = [min((s for s, *_ in f.values()), key=STATES.index) for f in found.values() if f]
         print(column, dict(Counter(worst)), f"and {sum(not f for f in found.values())} without samples")
-    Path(arguments.out).write_text(json.dumps(result, indent=1) + "\n")
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(judged)}" for name, judged in result.items())
+    head = f'"torch": {json.dumps(torch.__version__)}, "inputs": {json.dumps(arguments.inputs)}'
+    Path(arguments.out).write_text(f'{{{head}, "operators": {{\n{lines}\n}}}}\n')
 
 
 if __name__ == "__main__":

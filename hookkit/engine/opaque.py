@@ -540,8 +540,8 @@ def _of_operation(
                 return first
     raise MetaError(
         f"{invocation.call} cannot be part of a compiled program: {invocation.call.unsupported}; and what it returns "
-        f"depends on the values of tensors, so that it is not known before the program runs ({reason}). Call it outside "
-        "the compiled program, or write it with operations whose shapes are known (torch.where(mask, x, 0) for x[mask])."
+        f"depends on the values of tensors, so that it is not known before the program runs ({reason}). Call it "
+        "outside the compiled program, or use operations whose shapes are known (torch.where(mask, x, 0) for x[mask])."
     ) from without_data
 
 

@@ -1,7 +1,7 @@
 """Operations of torch that thunder has, and gets wrong: what PyTorch makes of them.
 
-Each says what thunder 0.2.6 does; when that is mended the rule can go. Operations that programs are full of stay traced;
-those that are rare, or wrong in a way that takes long to write down, PyTorch runs.
+Each says what thunder 0.2.6 does; when that is mended the rule can go. Operations that programs are full of stay
+traced; those that are rare, or wrong in a way that takes long to write down, PyTorch runs.
 """
 
 from __future__ import annotations
@@ -22,14 +22,11 @@ __all__ = [
     "elu",
     "glu",
     "group_norm",
-    "hardsigmoid",
-    "hardtanh",
     "instance_norm",
     "largest",
     "mish",
     "nll_loss",
     "relu",
-    "relu6",
     "rounding",
     "run_by_pytorch",
     "selu",
@@ -48,7 +45,7 @@ def both(*names: str) -> list[Any]:
     return [getattr(owner, name) for name in names for owner in (torch, torch.Tensor) if hasattr(owner, name)]
 
 
-# ------------------------------------------------------------------------------------------------- values and structure
+# ------------------------------------------------------------------------------------------------ values and structure
 
 # thunder takes Tensor.unfold for torch.nn.functional.unfold, and take_along_dim does not count negative indices from
 # the end.
@@ -80,7 +77,7 @@ def split(call: hookkit.Call, *args: Any, **kwargs: Any) -> Any:
     return tuple(call.callable(*args, **kwargs))
 
 
-@hookkit.rule(both("std", "std_mean", "var", "var_mean"), pass_call=True, priority=PRIORITY)
+@hookkit.rule(both("std", "var", "var_mean"), pass_call=True, priority=PRIORITY)
 def unbiased(call: hookkit.Call, input: Any, unbiased: bool) -> Any:
     """A variance of all elements: ``torch.var(x, False)``, of which thunder takes the second argument for a dim."""
     return call.callable(input, correction=int(unbiased))
@@ -111,18 +108,15 @@ def relu(input: Any, inplace: bool = False) -> Any:
     return torch.where(input <= 0, 0, input)
 
 
-# ------------------------------------------------------------------------------------------- gradients, by PyTorch itself
+# ---------------------------------------------------------------------------------------- gradients, by PyTorch itself
 
-# thunder has None for the last tensor of copysign and index_put, and for bernoulli and zero_, whose gradients are zeros.
-# NaN at zeros: atan2, normalize, pow of two tensors, prod. Wrong at bounds: hardshrink, rrelu, softshrink. NaN from
-# infinities: prelu. No gradient at all: x.imag, x.real.
+# thunder has None for the last tensor of copysign and index_put, and for bernoulli and zero_, whose gradients are 0.
+# NaN at zeros: atan2, normalize, pow of two tensors, prod. NaN from infinities: prelu.
 differentiated_by_pytorch = hookkit.rule(
     [
-        *both("atan2", "bernoulli", "copysign", "float_power", "hardshrink", "index_put", "pow", "prelu", "prod", "rrelu"),
-        *both("atan2_", "bernoulli_", "ceil_", "celu_", "clamp_", "clamp_max_", "clamp_min_", "clip_", "copysign_"),
-        *both("floor_", "index_put_", "pow_", "selu_", "sigmoid_", "zero_"),
-        *(F.hardshrink, F.normalize, F.prelu, F.rrelu, F.softshrink),
-        *(torch.Tensor.__pow__, torch.Tensor.__rpow__),
+        *both("atan2", "bernoulli", "copysign", "index_put", "pow", "prelu", "prod"),
+        *both("atan2_", "bernoulli_", "ceil_", "clamp_", "floor_", "pow_", "zero_"),
+        *(F.normalize, F.prelu, torch.Tensor.__pow__, torch.Tensor.__rpow__),
     ],
     mode="opaque",
     pass_call=True,
@@ -147,7 +141,7 @@ def _(call: hookkit.Call, *args: Any, **kwargs: Any) -> bool:
     return any(call.needs) and kwargs.get("rounding_mode") is not None
 
 
-# ------------------------------------------------------------------------------------------------------ gradients, traced
+# --------------------------------------------------------------------------------------------------- gradients, traced
 
 
 @hookkit.rule(both("ceil", "floor"), pass_call=True, priority=PRIORITY)
@@ -231,51 +225,21 @@ def _(call: hookkit.Call, saved: Any, gradient: Any) -> Any:
 
 
 @clamp.when
-def _(call: hookkit.Call, input: Any, *args: Any, **kwargs: Any) -> bool:
+def between_numbers(call: hookkit.Call, input: Any, *args: Any, **kwargs: Any) -> bool:
+    """Whether the bounds are numbers, in order."""
     bounds = [b for b in (*args, *kwargs.values()) if b is not None]
     return all(isinstance(b, int | float) for b in bounds) and bounds == sorted(bounds)
 
 
-clamp_to_tensors = hookkit.rule(
-    CLAMPS, mode="opaque", pass_call=True, priority=PRIORITY - 1, name="clamp_to_tensors"
-)
+clamp_to_tensors = hookkit.rule(CLAMPS, mode="opaque", pass_call=True, priority=PRIORITY - 1, name="clamp_to_tensors")
 
 
 @clamp_to_tensors.when
 def _(call: hookkit.Call, *args: Any, **kwargs: Any) -> bool:
-    return any(call.needs)
+    return any(call.needs) and not between_numbers(call, *args, **kwargs)
 
 
-@hookkit.rule(F.hardtanh, priority=PRIORITY)
-def hardtanh(input: Any, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Any:
-    """With no gradient at a bound."""
-    inside = (input > min_val) & (input < max_val)
-    return torch.clamp(input, min_val, max_val), hookkit.save(inside=inside)
-
-
-@hardtanh.backward
-def _(saved: Any, gradient: Any) -> Any:
-    return {"input": torch.where(saved.inside, gradient, 0)}
-
-
-@hookkit.rule(F.relu6, priority=PRIORITY)
-def relu6(input: Any, inplace: bool = False) -> Any:
-    """By hardtanh, as in PyTorch."""
-    return F.hardtanh(input, 0.0, 6.0)
-
-
-@hookkit.rule(F.hardsigmoid, priority=PRIORITY)
-def hardsigmoid(input: Any, inplace: bool = False) -> Any:
-    """With no gradient at a bound."""
-    return torch.clamp(input / 6 + 0.5, 0.0, 1.0), hookkit.save(inside=(input > -3) & (input < 3))
-
-
-@hardsigmoid.backward
-def _(saved: Any, gradient: Any) -> Any:
-    return {"input": torch.where(saved.inside, gradient / 6, 0)}
-
-
-@hookkit.rule(both("max", "min"), pass_call=True, priority=PRIORITY)
+@hookkit.rule(both("max"), pass_call=True, priority=PRIORITY)
 def largest(call: hookkit.Call, input: Any, dim: int, keepdim: bool = False) -> Any:
     """With the whole gradient for the element whose index is returned; thunder shares it among ties."""
     returned = call.callable(input, dim, keepdim)
@@ -297,9 +261,8 @@ def _(call: hookkit.Call, input: Any, *args: Any, **kwargs: Any) -> bool:
     return isinstance(dim, int) and input.ndim > 0
 
 
-
 # What is left of these: calls that work in place.
-ACTIVATIONS = [F.celu, F.elu, F.hardsigmoid, F.hardtanh, F.mish, F.relu6, F.selu]
+ACTIVATIONS = [F.celu, F.elu, F.mish, F.selu]
 
 
 def makes_a_tensor(*args: Any, **kwargs: Any) -> bool:
@@ -307,7 +270,7 @@ def makes_a_tensor(*args: Any, **kwargs: Any) -> bool:
     return not kwargs.get("inplace") and not any(a is True for a in args)
 
 
-for activation in (celu, elu, hardsigmoid, hardtanh, mish, relu, relu6, selu):
+for activation in (celu, elu, mish, relu, selu):
     activation.when(makes_a_tensor)
 
 activations_in_place = hookkit.rule(

@@ -1,0 +1,113 @@
+"""Operations that thunder gets wrong: as in eager PyTorch with the rules that ship, and not without them."""
+
+import math
+
+import pytest
+import thunder
+import torch
+import torch.nn.functional as F
+
+import hookkit
+from hookkit.rules import corrections
+from hookkit.testing import assert_same
+
+RULES = [value for value in vars(corrections).values() if isinstance(value, hookkit.Rule)]
+
+
+def values(*given, dtype=torch.float64):
+    return torch.tensor(given, dtype=dtype).requires_grad_()
+
+
+def zeroed(x):
+    y = x * 2
+    y.zero_()
+    return y
+
+
+def elu_in_place(x):
+    y = x * 2
+    F.elu(y, inplace=True)
+    return y
+
+
+def in_place(method, *args):
+    def program(x):
+        y = x * 1
+        getattr(y, method)(*args)
+        return y
+
+    return program
+
+
+INDEX = torch.tensor([0, 2])
+TARGET = torch.tensor([0, 2, 1])
+FLOAT = torch.float32
+
+CASES = {
+    "relu of NaN": (torch.relu, values(math.nan, 1.0, -1.0)),
+    "F.relu of NaN": (F.relu, values(math.nan, 1.0, -1.0)),
+    "sigmoid far below zero": (torch.sigmoid, values(-100.0, 3.0, dtype=FLOAT)),
+    "the method sigmoid": (lambda x: x.sigmoid(), values(-100.0, 3.0, dtype=FLOAT)),
+    "glu": (F.glu, values(1.0, 2.0, -100.0, 3.0, dtype=FLOAT)),
+    "elu far above zero": (F.elu, values(100.0, -1.0, dtype=FLOAT)),
+    "elu in place": (elu_in_place, values(100.0, -1.0, dtype=FLOAT)),
+    "celu far above zero": (lambda x: F.celu(x, 0.5), values(100.0, -1.0, dtype=FLOAT)),
+    "selu far above zero": (torch.selu, values(100.0, -1.0, dtype=FLOAT)),
+    "mish far above zero": (F.mish, values(100.0, -1.0, dtype=FLOAT)),
+    "clamp at its bounds": (lambda x: torch.clamp(x, -1.0, 1), values(-1.0, 1.0, 0.0, 2.0)),
+    "clamp_": (in_place("clamp_", 0.0, 1.0), values(0.0, 1.0, -1.0)),
+    "pow_": (in_place("pow_", torch.tensor([0.0, 2.0], dtype=torch.float64)), values(0.0, 1.0)),
+    "atan2_": (in_place("atan2_", torch.tensor([0.0, 2.0], dtype=torch.float64)), values(0.0, 1.0)),
+    "clamp to tensors": (torch.clamp, values(0.0, 1.0, 2.0), values(0.0, 0.0, 0.0), values(1.0, 1.0, 1.0)),
+    "max with ties": (lambda x: x.max(0).values * 2, values(1.0, 1.0, 0.0)),
+    "floor": (torch.floor, values(0.5, 1.0)),
+    "the method ceil": (lambda x: x.ceil(), values(0.5, 1.0)),
+    "ceil_": (in_place("ceil_"), values(0.5, 1.0)),
+    "split": (lambda x: x.split(2), values(1.0, 2.0, 3.0)),
+    "var, unbiased by position": (lambda x: torch.var(x, False), values(1.0, 2.0, 4.0)),
+    "the method std": (lambda x: x.std(False), values(1.0, 2.0, 4.0)),
+    "nll_loss": (lambda x: F.nll_loss(x.reshape(3, 3), TARGET), values(*range(9))),
+    "running statistics": (
+        lambda x, m, v: F.instance_norm(x.reshape(2, 2, 2), m, v),
+        values(*range(8)),
+        torch.zeros(2, dtype=torch.float64),
+        torch.ones(2, dtype=torch.float64),
+    ),
+    "group_norm of nothing": (lambda x: F.group_norm(x, 1), torch.zeros(0, 2, requires_grad=True)),
+    "the method unfold": (lambda x: x.unfold(0, 2, 1), values(1.0, 2.0, 3.0)),
+    "take_along_dim from the end": (lambda x: torch.take_along_dim(x, INDEX - 2, 0), values(1.0, 2.0, 3.0)),
+    "atan2 at the origin": (torch.atan2, values(0.0, 1.0), values(0.0, 2.0)),
+    "copysign": (torch.copysign, values(1.0, -2.0), values(-1.0, 0.5)),
+    "index_put": (lambda x, y: torch.index_put(x, (INDEX,), y), values(1.0, 2.0, 3.0), values(5.0, 6.0)),
+    "pow at zero": (torch.pow, values(0.0, 2.0), values(2.0, 3.0)),
+    "x ** y at zero": (lambda x, y: x**y, values(0.0, 2.0), values(2.0, 3.0)),
+    "prod with a zero": (lambda x: torch.prod(x, 0), values(0.0, 2.0, 3.0)),
+    "normalize of zeros": (lambda x: F.normalize(x, dim=0), values(0.0, 0.0)),
+    "zero_": (zeroed, values(1.0, 2.0)),
+    "div to integers by zero": (
+        lambda x, y: torch.div(x, y, rounding_mode="floor"),
+        values(1.0, 2.0),
+        values(0.0, 2.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_operation_is_right_with_the_rules_and_wrong_without(name):
+    program, *inputs = CASES[name]
+    with hookkit.use(without=RULES), pytest.raises((AssertionError, AttributeError, RuntimeError, TypeError)):
+        assert_same(program, *inputs, calls=1)
+    assert_same(program, *inputs, calls=1)
+
+
+def test_the_gradient_of_bernoulli_is_zeros():
+    x = values(0.0, 1.0)
+    thunder.jit(lambda x: torch.bernoulli(x) * 2)(x).sum().backward()
+    assert x.grad.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "relu", "clamp", "floor"])
+def test_common_operations_stay_traced(name):
+    args = (0.0, 1.0) if name == "clamp" else ()
+    jitted = assert_same(lambda x: getattr(torch, name)(x, *args), values(-0.5, 0.25, 2.0))
+    assert "opaque" not in str(hookkit.report(jitted))
