@@ -3,7 +3,7 @@
 import pytest
 import thunder
 import torch
-from thunder.core import interpreter, jit_ext
+from thunder.core import codeutils, interpreter, jit_ext
 from thunder.core.proxies import NumberProxy, TensorProxy
 from thunder.executors.torch_autograd import ThunderFunction
 from thunder.transforms import autodiff
@@ -36,6 +36,7 @@ def vector():
 HOLDERS = [
     thunder,
     thunder.clang,
+    codeutils,
     jit_ext,
     jit_ext.JitCtx,
     interpreter,

@@ -61,6 +61,8 @@ def combinations(input: Any, r: int = 2, with_replacement: bool = False) -> Any:
     return input[places.reshape(-1, r)]
 
 
+RETURN_TYPES: Any = torch.return_types
+
 ctc_loss = hookkit.rule(torch.nn.functional.ctc_loss, mode="opaque", priority=-100)
 
 
@@ -91,7 +93,7 @@ def _(A: Any, B: Any, rcond: Any = None, *, driver: str | None = None) -> Any:
     residuals = A.new_empty((*batch, *(columns or [1])) if m > n and driver != "gelsy" else (0,))
     rank = A.new_empty(batch if driver != "gels" else (0,), dtype=torch.int64)
     values = A.new_empty((*batch, min(m, n)) if driver in ("gelsd", "gelss") else (0,), dtype=A.abs().dtype)
-    returned = torch.return_types.linalg_lstsq((A.new_empty((*batch, n, *columns)), residuals, rank, values))
+    returned = RETURN_TYPES.linalg_lstsq((A.new_empty((*batch, n, *columns)), residuals, rank, values))
     return returned, hookkit.mark(hookkit.save(), non_differentiable=[rank, values])
 
 
