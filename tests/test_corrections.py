@@ -79,7 +79,6 @@ CASES = {
     "atan2 at the origin": (torch.atan2, values(0.0, 1.0), values(0.0, 2.0)),
     "copysign": (torch.copysign, values(1.0, -2.0), values(-1.0, 0.5)),
     "copysign_": (in_place("copysign_"), values(1.0, -2.0), values(-1.0, 0.5)),
-    "index_put_": (in_place("index_put_", (INDEX,)), values(1.0, 2.0, 3.0), values(5.0, 6.0)),
     "index_put": (lambda x, y: torch.index_put(x, (INDEX,), y), values(1.0, 2.0, 3.0), values(5.0, 6.0)),
     "pow at zero": (torch.pow, values(0.0, 2.0), values(2.0, 3.0)),
     "x ** y at zero": (lambda x, y: x**y, values(0.0, 2.0), values(2.0, 3.0)),

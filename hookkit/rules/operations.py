@@ -20,7 +20,6 @@ __all__ = [
     "assignment",
     "combinations",
     "ctc_loss",
-    "detach_",
     "linalg_lstsq",
     "maximum",
     "minimum",
@@ -42,12 +41,6 @@ def requires_grad_(tensor: Any, requires_grad: bool = True) -> Any:
     """The tensor, if a compiled program can see to it that it requires grad."""
     tensor.requires_grad = requires_grad
     return tensor
-
-
-@hookkit.rule(torch.Tensor.detach_, mode="trace", priority=-100)
-def detach_(tensor: Any) -> Any:
-    """The tensor, from here on without its gradient."""
-    return tensor.copy_(tensor.detach())
 
 
 # Three whose results have shapes that their arguments tell, though PyTorch does not know them without data.
