@@ -155,7 +155,7 @@ def judge(program: Program, *, values: bool = True) -> tuple[str, str] | None:
 
 def _words(error: BaseException) -> str:
     lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: " + re.sub(r"\S*/site-packages/", "", lines[0])[:300]
+    return f"{type(error).__name__}: " + re.sub(r"\S*/site-packages/| at 0x[0-9a-f]+", "", lines[0])[:300]
 
 
 class TooLong(BaseException):

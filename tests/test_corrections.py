@@ -30,10 +30,10 @@ def elu_in_place(x):
     return y
 
 
-def in_place(method, *args):
-    def program(x):
+def in_place(method, *given):
+    def program(x, *args):
         y = x * 1
-        getattr(y, method)(*args)
+        getattr(y, method)(*given, *args)
         return y
 
     return program
@@ -78,6 +78,7 @@ CASES = {
     "take_along_dim from the end": (lambda x: torch.take_along_dim(x, INDEX - 2, 0), values(1.0, 2.0, 3.0)),
     "atan2 at the origin": (torch.atan2, values(0.0, 1.0), values(0.0, 2.0)),
     "copysign": (torch.copysign, values(1.0, -2.0), values(-1.0, 0.5)),
+    "copysign_": (in_place("copysign_"), values(1.0, -2.0), values(-1.0, 0.5)),
     "index_put": (lambda x, y: torch.index_put(x, (INDEX,), y), values(1.0, 2.0, 3.0), values(5.0, 6.0)),
     "pow at zero": (torch.pow, values(0.0, 2.0), values(2.0, 3.0)),
     "x ** y at zero": (lambda x, y: x**y, values(0.0, 2.0), values(2.0, 3.0)),

@@ -3,7 +3,7 @@
 import pytest
 import thunder
 import torch
-from thunder.core import interpreter, jit_ext
+from thunder.core import codeutils, interpreter, jit_ext
 from thunder.core.proxies import NumberProxy, TensorProxy
 from thunder.core.symbol import Symbol
 from thunder.executors.torch_autograd import ThunderFunction
@@ -37,7 +37,7 @@ def vector():
 HOLDERS = [
     thunder,
     thunder.clang,
-    thunder.core.codeutils,
+    codeutils,
     jit_ext,
     jit_ext.JitCtx,
     interpreter,

@@ -8,7 +8,20 @@ import sweep_operations as sweep
 
 FOUND = json.loads((Path(__file__).parent.parent / "docs" / "operations.json").read_text())["operators"]
 OPERATORS = {sweep.name_of(operator): operator for operator in sweep.op_db}
-COMMON = ["add", "mul", "matmul", "softmax", "sum", "sort", "clamp", "sigmoid", "linalg.solve", "fft.rfft", "nonzero"]
+COMMON = [
+    "add",
+    "mul",
+    "matmul",
+    "softmax",
+    "sum",
+    "sort",
+    "clamp",
+    "sigmoid",
+    "linalg.solve",
+    "fft.rfft",
+    "nonzero",
+    "index_put",
+]
 SAMPLE = dict.fromkeys([*COMMON, *[name for name in sorted(OPERATORS) if FOUND.get(name, {}).get("hookkit")][::20]])
 
 

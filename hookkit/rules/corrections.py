@@ -115,7 +115,7 @@ def relu(input: Any, inplace: bool = False) -> Any:
 differentiated_by_pytorch = hookkit.rule(
     [
         *both("atan2", "bernoulli", "copysign", "index_put", "pow", "prelu", "prod"),
-        *both("atan2_", "bernoulli_", "ceil_", "clamp_", "floor_", "pow_", "zero_"),
+        *both("atan2_", "bernoulli_", "ceil_", "clamp_", "copysign_", "floor_", "index_put_", "pow_", "zero_"),
         *(F.normalize, F.prelu, torch.Tensor.__pow__, torch.Tensor.__rpow__),
     ],
     mode="opaque",

@@ -20,7 +20,6 @@ __all__ = [
     "assignment",
     "combinations",
     "ctc_loss",
-    "detach_",
     "linalg_lstsq",
     "maximum",
     "minimum",
@@ -44,12 +43,6 @@ def requires_grad_(tensor: Any, requires_grad: bool = True) -> Any:
     return tensor
 
 
-@hookkit.rule(torch.Tensor.detach_, mode="trace", priority=-100)
-def detach_(tensor: Any) -> Any:
-    """The tensor, from here on without its gradient."""
-    return tensor.copy_(tensor.detach())
-
-
 # Three whose results have shapes that their arguments tell, though PyTorch does not know them without data.
 
 
@@ -60,6 +53,8 @@ def combinations(input: Any, r: int = 2, with_replacement: bool = False) -> Any:
     places = torch.tensor(list(choose(range(input.shape[0]), r)), dtype=torch.int64, device=input.device)
     return input[places.reshape(-1, r)]
 
+
+RETURN_TYPES: Any = torch.return_types
 
 ctc_loss = hookkit.rule(torch.nn.functional.ctc_loss, mode="opaque", priority=-100)
 
@@ -91,9 +86,7 @@ def _(A: Any, B: Any, rcond: Any = None, *, driver: str | None = None) -> Any:
     residuals = A.new_empty((*batch, *(columns or [1])) if m > n and driver != "gelsy" else (0,))
     rank = A.new_empty(batch if driver != "gels" else (0,), dtype=torch.int64)
     values = A.new_empty((*batch, min(m, n)) if driver in ("gelsd", "gelss") else (0,), dtype=A.abs().dtype)
-    returned = torch.return_types.linalg_lstsq(  # type: ignore[attr-defined]
-        (A.new_empty((*batch, n, *columns)), residuals, rank, values)
-    )
+    returned = RETURN_TYPES.linalg_lstsq((A.new_empty((*batch, n, *columns)), residuals, rank, values))
     return returned, hookkit.mark(hookkit.save(), non_differentiable=[rank, values])
 
 
@@ -103,7 +96,7 @@ def fills_by_mask(tensor: Any, key: Any, value: Any) -> bool:
     return any(getattr(k, "dtype", None) is thunder.bool8 for k in keys) and hasattr(value, "dtype")
 
 
-assignment = hookkit.rule(torch.Tensor.__setitem__, mode="opaque", priority=-100, name="assignment")
+assignment = hookkit.rule(torch.Tensor.__setitem__, mode="opaque", priority=-100)
 assignment.when(fills_by_mask)
 
 

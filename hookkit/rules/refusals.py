@@ -11,7 +11,7 @@ import torch
 
 import hookkit
 
-__all__ = ["autograd_inside", "grad_fn", "reshaping"]
+__all__ = ["autograd_inside", "detach_", "grad_fn", "reshaping"]
 
 FUNCTIONS = [torch.autograd.grad, torch.autograd.backward, torch.vmap]
 FUNCTIONS += [
@@ -51,4 +51,13 @@ def reshaping(call: hookkit.Call, *args: Any, **kwargs: Any) -> NoReturn:
     raise hookkit.HookError(
         f"{call} is not supported inside a program compiled by thunder, where a tensor keeps its shape and its memory. "
         "Make a new tensor: x.reshape(...), x.new_empty(...) or torch.empty(...)."
+    )
+
+
+@hookkit.rule([torch.Tensor.detach_, torch.detach_], mode="trace", pass_call=True, priority=-100)
+def detach_(call: hookkit.Call, *args: Any) -> NoReturn:
+    """Refuse to take a variable's gradient away."""
+    raise hookkit.HookError(
+        f"{call} is not supported inside a program compiled by thunder, which would go on to differentiate the tensor. "
+        "Write x = x.detach()."
     )
