@@ -26,6 +26,7 @@ extensions = [
     "plain_markdown",
     "printed",
     "public_names",
+    "shipped_rules",
 ]
 exclude_patterns = ["_build"]
 
