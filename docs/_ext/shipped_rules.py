@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from sphinx.util.docutils import SphinxDirective
 from torch.overrides import resolve_name
 
 import hookkit
+from hookkit.targets import PredicateTarget
 
 FOLDER = Path(inspect.getfile(hookkit)).parent / "rules"
 
@@ -49,7 +50,9 @@ def names(rule: hookkit.Rule) -> list[str]:
 def name_of(target: Any) -> str:
     """A target as people write it."""
     name = resolve_name(getattr(target, "callable", None)) or str(target)
-    return re.sub(r"hookkit\.rules\.\w+\.", "", name).removesuffix(".__get__").replace("autograd.function.F", "autograd.F")
+    return (
+        re.sub(r"hookkit\.rules\.\w+\.", "", name).removesuffix(".__get__").replace("autograd.function.F", "autograd.F")
+    )
 
 
 def last_part(name: str) -> str:
@@ -61,15 +64,21 @@ def is_either(name: str, both: set[str]) -> bool:
 
 
 def description(rule: hookkit.Rule) -> str:
-    """The first paragraph of the docstring of the provider, condition or predicate that has one."""
-    docs = (inspect.getdoc(f) for f in functions(rule))
-    text = next(filter(None, docs), "PyTorch runs it, and gives its gradient.").split("\n\n")[0]
-    return re.sub(r"\s+", " ", text.replace("``", "`")).replace("|", "\\|")
+    """What the docstrings of its provider, meta function, conditions and predicates say, a paragraph of each."""
+    parts = list(paragraphs(rule.forward, rule._meta))
+    if rule.mode == "opaque" and rule.forward is None:
+        parts.insert(0, "PyTorch runs it, and gives its gradient.")
+    conditions = [rule._when, *(target.predicate for target in rule.targets if isinstance(target, PredicateTarget))]
+    parts += [
+        f"Only {text[0].lower()}{text[1:]}".replace("Only whether", "Only where") for text in paragraphs(*conditions)
+    ]
+    return " ".join(parts).replace("|", "\\|")
 
 
-def functions(rule: hookkit.Rule) -> Iterator[Any]:
-    yield from (f for f in (rule.forward, rule._when, rule._meta) if f is not None)
-    yield from (target.predicate for target in rule.targets if hasattr(target, "predicate"))
+def paragraphs(*functions: Callable[..., Any] | None) -> Iterator[str]:
+    """The first paragraph of each docstring, in Markdown."""
+    for doc in filter(None, (inspect.getdoc(f) for f in functions if f is not None)):
+        yield re.sub(r"\s+", " ", doc.split("\n\n")[0].replace("``", "`"))
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
