@@ -26,6 +26,7 @@ extensions = [
     "plain_markdown",
     "printed",
     "public_names",
+    "shipped_rules",
 ]
 exclude_patterns = ["_build"]
 
@@ -55,6 +56,7 @@ nitpick_ignore_regex = [
 smartquotes_action = "D"  # dashes only: quotes stay what is typed
 
 html_theme = "furo"
+pygments_dark_style = "github-dark"  # Furo's own underlines names, as if they were links
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_title = f"hookkit {release}"

@@ -53,21 +53,21 @@ run_by_pytorch = hookkit.rule(
     [torch.Tensor.unfold, *both("take_along_dim")], mode="opaque", priority=PRIORITY, name="run_by_pytorch"
 )
 
-# thunder does not update the running statistics.
 instance_norm = hookkit.rule(F.instance_norm, mode="opaque", priority=PRIORITY)
 
 
 @instance_norm.when
 def _(input: Any, running_mean: Any = None, *args: Any, **kwargs: Any) -> bool:
+    """Where there are running statistics, which thunder does not update."""
     return running_mean is not None
 
 
-# Without elements it has no gradient under thunder, and empty ones in PyTorch.
 group_norm = hookkit.rule(F.group_norm, mode="opaque", priority=PRIORITY)
 
 
 @group_norm.when
 def _(input: Any, *args: Any, **kwargs: Any) -> bool:
+    """Where there are no elements: it then has no gradient under thunder, and empty ones in PyTorch."""
     return 0 in input.shape
 
 
@@ -132,12 +132,14 @@ def _(call: hookkit.Call, *args: Any, **kwargs: Any) -> bool:
     return any(call.needs) and not (is_power and not all(hasattr(a, "shape") for a in args))
 
 
-rounding = hookkit.rule([*both("div", "divide", "div_", "divide_")], mode="opaque", pass_call=True, priority=PRIORITY)
+rounding = hookkit.rule(
+    both("div", "divide", "div_", "divide_"), mode="opaque", pass_call=True, priority=PRIORITY, name="rounding"
+)
 
 
 @rounding.when
 def _(call: hookkit.Call, *args: Any, **kwargs: Any) -> bool:
-    """``rounding_mode``: the gradient is zero, and not NaN where thunder divides by zero."""
+    """Where there is a ``rounding_mode``: the gradient is zero, and not NaN where thunder divides by zero."""
     return any(call.needs) and kwargs.get("rounding_mode") is not None
 
 
@@ -236,6 +238,7 @@ clamp_to_tensors = hookkit.rule(CLAMPS, mode="opaque", pass_call=True, priority=
 
 @clamp_to_tensors.when
 def _(call: hookkit.Call, *args: Any, **kwargs: Any) -> bool:
+    """Where the bounds are others, and a gradient can be asked for."""
     return any(call.needs) and not between_numbers(call, *args, **kwargs)
 
 
@@ -280,4 +283,5 @@ activations_in_place = hookkit.rule(
 
 @activations_in_place.when
 def _(call: hookkit.Call, *args: Any, **kwargs: Any) -> bool:
+    """Where a gradient can be asked for."""
     return any(call.needs)
