@@ -252,6 +252,18 @@ def test_a_write_through_a_view_is_not_lost_where_dynamo_leaves_a_forward_in_pie
     assert_same(function(forward, lambda ctx, grad: 100 * grad).apply, vector(), jit=thunderfx)
 
 
+def test_what_is_not_used_is_known_though_the_first_output_is_an_input():
+    f = function(lambda ctx, x: x * 2, lambda ctx, grad: 100 * grad + 7)
+
+    def program(x, y):
+        return x, f.apply(x), f.apply(y)
+
+    for used in (0, 1, 2, None):
+        inputs = vector(), vector()
+        found, expected = (gradients(run, *inputs, used=used) for run in (thunder.jit(program), program))
+        assert_equal(found, expected)
+
+
 def test_an_argument_that_is_returned_twice_is_two_tensors():
     def backward(ctx, first, second, third, fourth):
         return 100 * first + second.exp() + third.cos() + fourth.sin()
