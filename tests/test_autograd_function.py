@@ -242,6 +242,7 @@ def test_an_input_gets_no_gradient_from_a_backward_that_returns_none_though_an_u
             assert_equal(gradients(jitted, *inputs, used=used), gradients(program, *inputs, used=used))
 
 
+@pytest.mark.xfail(strict=True, reason="thunder drops the write in a graph that is compiled with grad mode off")
 def test_a_write_through_a_view_is_not_lost_where_dynamo_leaves_a_forward_in_pieces():
     def forward(ctx, x):
         y = x * 2
