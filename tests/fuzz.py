@@ -25,8 +25,8 @@ from test_properties import WAYS, checked
 BATCH = 40
 
 
-def batch(how: str, number: int, counts: Counter[str]) -> None:
-    """Try some programs; raises what the smallest that differs raises."""
+def batch(how: str, number: int, counts: Counter[str], end: float) -> None:
+    """Try some programs until a time; raises what the smallest that differs raises."""
 
     @seed(number)
     @settings(
@@ -34,6 +34,8 @@ def batch(how: str, number: int, counts: Counter[str]) -> None:
     )
     @given(programs())
     def run(program: Program) -> None:
+        if time.monotonic() > end:
+            return
         counts["programs"] += 1
         counts[f"{how}: {checked(program, how)}"] += 1
 
@@ -50,7 +52,7 @@ def main(minutes: float) -> int:
         if time.monotonic() > end:
             break
         try:
-            batch(how, first + number, counts)
+            batch(how, first + number, counts, end)
         except Exception:
             failures += 1
             print(f"\n== {how}, seed {first + number}\n{traceback.format_exc()}", flush=True)

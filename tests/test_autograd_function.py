@@ -242,6 +242,7 @@ def test_an_input_gets_no_gradient_from_a_backward_that_returns_none_though_an_u
             assert_equal(gradients(jitted, *inputs, used=used), gradients(program, *inputs, used=used))
 
 
+@pytest.mark.xfail(strict=True, reason="thunder drops the write in a graph that is compiled with grad mode off")
 def test_a_write_through_a_view_is_not_lost_where_dynamo_leaves_a_forward_in_pieces():
     def forward(ctx, x):
         y = x * 2
@@ -250,6 +251,18 @@ def test_a_write_through_a_view_is_not_lost_where_dynamo_leaves_a_forward_in_pie
         return y
 
     assert_same(function(forward, lambda ctx, grad: 100 * grad).apply, vector(), jit=thunderfx)
+
+
+def test_what_is_not_used_is_known_though_the_first_output_is_an_input():
+    f = function(lambda ctx, x: x * 2, lambda ctx, grad: 100 * grad + 7)
+
+    def program(x, y):
+        return x, f.apply(x), f.apply(y)
+
+    for used in (0, 1, 2, None):
+        inputs = vector(), vector()
+        found, expected = (gradients(run, *inputs, used=used) for run in (thunder.jit(program), program))
+        assert_equal(found, expected)
 
 
 def test_an_argument_that_is_returned_twice_is_two_tensors():

@@ -118,7 +118,11 @@ def checked(program: Program, how: str) -> str:
     try:
         return outcome(program, how)
     except Exception:
-        if how != "thunderfx" or not dynamo_differs(program):
+        if how != "thunderfx":
+            raise
+        if re.search(r"\[0\]\.add_|view\(-1\)\.mul_", program.source):
+            return "a known gap: a write through a view under thunderfx"
+        if not dynamo_differs(program):
             raise
         return "Dynamo alone differs"
 

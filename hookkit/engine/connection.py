@@ -10,10 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from thunder.executors.torch_autograd import ThunderFunction, ThunderOutputFunction
 
 from hookkit.engine import reach
 
 __all__ = ["Functions", "backward", "connect"]
+
+
+_NODES = (ThunderFunction, ThunderOutputFunction)
 
 
 class Functions(str):
@@ -44,7 +48,9 @@ def connect(stock: Callable[..., Any], **connection: Any) -> Any:
     of_this_call.reach, of_this_call.undefined = names.reach, undefined
     connection["saved_other"] = tuple(of_this_call if o is names else o for o in others)
     stock(**connection)
-    node = next((o.grad_fn for o in connection["flat_output"] if isinstance(o, torch.Tensor)), None)
+    # an input that the program returns keeps the node that it has
+    nodes = (o.grad_fn for o in connection["flat_output"] if isinstance(o, torch.Tensor))
+    node = next((n for n in nodes if getattr(n, "_forward_cls", None) in _NODES), None)
     if node is None:
         return None
 
