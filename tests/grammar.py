@@ -481,6 +481,10 @@ class Program:
         calls = "\n".join(f"# {c}" for c in self.calls)
         return f"{self.source}\n# inputs: {self.inputs}, aliases {self.aliases}, gradients of {self.used}\n{calls}\n"
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """How hypothesis prints it."""
+        printer.text(repr(self))
+
     def load(self) -> dict[str, Any]:
         """Execute the source; tracebacks show its lines."""
         file = f"<program {next(_loaded)}>"
