@@ -20,8 +20,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)  ## run examples/digits.py
 	$(BIN)/python examples/digits.py
 
+# A file at a time, because the blocks of a page of the documentation share a namespace.
 test: $(INSTALLED)  ## run the tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 fuzz: $(INSTALLED)  ## try random programs, for 30 minutes or as in: make fuzz MINUTES=5
 	$(BIN)/python tests/fuzz.py $(or $(MINUTES),30)

@@ -22,4 +22,4 @@ fi
 "$environment/bin/python" -m pip install --quiet --constraint "$constraints" --editable '.[test]'
 
 "$environment/bin/python" -m pip list | grep -E '^(torch|lightning-thunder) '
-"$environment/bin/python" -m pytest
+"$environment/bin/python" -m pytest -n auto --dist loadfile
