@@ -16,7 +16,7 @@ from hookkit.errors import HookError, RegistrationError
 from hookkit.modes import Mode, RuleMode, check_mode
 from hookkit.modes import scope as mode_scope
 from hookkit.registry import registry
-from hookkit.targets import Target, describe_callable, is_lambda, make_target, place_of, signature_of
+from hookkit.targets import Target, decline, describe_callable, is_lambda, make_target, place_of, signature_of
 
 __all__ = ["Rule", "rule", "use"]
 
@@ -186,10 +186,23 @@ class Rule:
         try:
             return self._when(*args, **call.kwargs)
         except Exception as error:
+            if not self.fits(call):
+                return decline("the arguments do not fit the signature of the target")
             raise HookError(
                 f"the condition (.when) of the rule {self.name}, {_place(self._when)}, raised {type(error).__name__}: "
                 f"{error} when it was asked about {call}; it returns true, false or hookkit.decline(reason)"
             ) from error
+
+    def fits(self, call: Call) -> bool:
+        """Whether the target can take the arguments of a call; if not, calling it is a TypeError."""
+
+        def takes(signature: inspect.Signature | None) -> bool:
+            try:
+                return signature is None or signature.bind(*call.args, **call.kwargs) is not None
+            except TypeError:
+                return False
+
+        return any(takes(target.signature()) for target in self.targets)
 
     @property
     def is_named(self) -> bool:

@@ -284,6 +284,20 @@ def test_a_condition_that_raises_is_named_with_the_call(x):
     assert f"when it was asked about scale() at {__file__}:" in str(caught.value)
 
 
+@pytest.mark.parametrize("mode", ["auto", "opaque"])
+def test_a_call_that_cannot_be_bound_is_a_type_error_whatever_the_rule_has(x, mode):
+    @hookkit.rule(scale, mode=mode)
+    def scaled(x, factor=2.0):
+        return x * factor
+
+    scaled.meta(lambda x, factor=2.0: torch.empty_like(x))
+    for declare in (lambda: None, lambda: scaled.when(lambda x, factor=2.0: True)):
+        declare()
+        for program in (lambda x: scale(x, 1.0, 2.0), lambda x: scale(x, no_such=1), lambda x: scale()):
+            with pytest.raises(TypeError, match="scale"):
+                thunder.jit(program)(x)
+
+
 def test_a_provider_declared_after_the_first_compilation_is_seen_by_the_next_call(x):
     @hookkit.rule(scale)
     def scaled(x, factor=2.0):

@@ -578,7 +578,7 @@ def _find_metadata(
 ) -> Expected:
     """Run the call on tensors without data; where that fails, on example values."""
     provider = invocation.rule.meta_provider
-    if provider is not None:
+    if provider is not None and invocation.rule.fits(invocation.call):
         return _from_meta_function(invocation, operator, slots, provider)
     # Of an operator that is a function of Python no fake function can be asked for.
     lacking = invocation.call.unsupported is not None and not invocation.operator_parts
