@@ -182,7 +182,7 @@ class EagerState(OpaqueState):
         hidden = []
         while nodes:
             node = nodes.pop()
-            if node in seen or isinstance(node, _Entry._backward_cls):  # type: ignore[attr-defined]
+            if node in seen or isinstance(node, _Entry._backward_cls):
                 continue
             seen.add(node)
             nodes += [n for n, _ in node.next_functions if n is not None]

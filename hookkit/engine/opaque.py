@@ -223,7 +223,7 @@ class OpaqueCall:
         )
 
     def _refuse_hidden_leaves(self, result: EagerResult) -> None:
-        """An operator gives gradients to its arguments, and would drop those of tensors that the callee finds elsewhere."""
+        """An operator gives gradients to its arguments; those of other tensors that the callee uses would be lost."""
         if self.is_function or result.state is None:  # a Function's node knows its arguments only
             return
         hidden = result.state.hidden_leaves()
