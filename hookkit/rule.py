@@ -461,7 +461,21 @@ def _misfit(target: inspect.Signature, provider: inspect.Signature) -> str | Non
         optional = extra.default is not extra.empty or extra.kind in (extra.VAR_POSITIONAL, extra.VAR_KEYWORD)
         if not optional and extra.name not in filled:
             return f"the target never gives {extra.name!r}"
+    defaults = {p.name: p.default for p in given if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    for parameter in wanted:
+        own = defaults.get(parameter.name, parameter.default)
+        if parameter.default is not parameter.empty and not _may_stand_for(own, parameter.default):
+            found = "it has no default" if own is parameter.empty else f"its default is {own!r}"
+            return f"{found} for {parameter.name!r}; the target's is {parameter.default!r}"
     return None
+
+
+def _may_stand_for(own: Any, default: Any) -> bool:
+    """Whether a provider's default may mean what the target's does; plain values are compared, others are trusted."""
+    plain = bool | int | float | str | None
+    if own is inspect.Parameter.empty or (isinstance(own, plain) and isinstance(default, plain)):
+        return type(own) is type(default) and repr(own) == repr(default)
+    return True
 
 
 def _default_name(provider: Callable[..., Any] | None, targets: tuple[Target, ...]) -> str:
