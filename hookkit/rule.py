@@ -16,7 +16,16 @@ from hookkit.errors import HookError, RegistrationError
 from hookkit.modes import Mode, RuleMode, check_mode
 from hookkit.modes import scope as mode_scope
 from hookkit.registry import registry
-from hookkit.targets import Target, decline, describe_callable, is_lambda, make_target, place_of, signature_of
+from hookkit.targets import (
+    NameTarget,
+    Target,
+    decline,
+    describe_callable,
+    is_lambda,
+    make_target,
+    place_of,
+    signature_of,
+)
 
 __all__ = ["Rule", "rule", "use"]
 
@@ -236,6 +245,21 @@ class Rule:
                 f"the rule {self.name} has a {kind} provider already:\n"
                 f"  {_place(present)}\n  {_place(provider)}\nRemove one of them."
             )
+
+    def check_names(self) -> None:
+        """Compare the providers with what lazy names stand for, which was not known when they were declared.
+
+        Raises:
+            RegistrationError: if a provider cannot take the arguments of its target.
+        """
+        if any(isinstance(target, NameTarget) for target in self.targets):
+            for kind, provider in (
+                ("forward provider", self.forward),
+                ("meta function", self._meta),
+                ("condition (.when)", self._when),
+            ):
+                if provider is not None:
+                    self._check_fits(kind, provider)
 
     def _check_fits(self, kind: str, provider: Callable[..., Any]) -> None:
         for target in self.targets:

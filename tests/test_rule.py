@@ -216,7 +216,7 @@ class TestSignatures:
             (scale, lambda x, factor=2.0, extra=None: None),
             (Scale, lambda x: x),
             (math.sqrt, lambda number: number),
-            (lambda x, like=torch.ones(2): x, lambda x, like=None: x),
+            (lambda x, like=torch.Tensor: x, lambda x, like=None: x),
             (torch.sin, lambda anything: anything),
             (lambda *args, **kwargs: None, lambda x: x),
         ],
