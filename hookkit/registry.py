@@ -330,6 +330,7 @@ class Registry:
 
         Raises:
             ConflictError: if two rules tie that did not when they were registered, because a lazy name resolved since.
+            RegistrationError: if a rule's provider does not fit what a lazy name stands for.
             HookError: if a predicate raises.
         """
         tables = self.current()
@@ -360,6 +361,7 @@ def _ask(call: Call, entries: list[Entry]) -> Iterator[Candidate]:
             continue
         seen.add(rule)
         if answer:
+            rule.check_names()
             answer = rule.accepts(call)
         if answer:
             yield Candidate(rule)

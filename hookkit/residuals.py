@@ -48,6 +48,10 @@ class Residuals:
         self.__dict__.update(values)
         self.__dict__["_marks"] = Marks()
 
+    def __getattr__(self, name: str) -> Any:
+        kept = ", ".join(k for k in self.__dict__ if k != "needs" and not k.startswith("_"))
+        raise AttributeError(f"no residual is called {name!r}; hookkit.save(...) was given {kept or 'none'}")
+
     def __repr__(self) -> str:
         inner = ", ".join(f"{k}={v!r}" for k, v in self.__dict__.items() if not k.startswith("_"))
         return f"save({inner})"

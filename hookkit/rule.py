@@ -16,7 +16,16 @@ from hookkit.errors import HookError, RegistrationError
 from hookkit.modes import Mode, RuleMode, check_mode
 from hookkit.modes import scope as mode_scope
 from hookkit.registry import registry
-from hookkit.targets import Target, describe_callable, is_lambda, make_target, place_of, signature_of
+from hookkit.targets import (
+    NameTarget,
+    Target,
+    decline,
+    describe_callable,
+    is_lambda,
+    make_target,
+    place_of,
+    signature_of,
+)
 
 __all__ = ["Rule", "rule", "use"]
 
@@ -186,10 +195,23 @@ class Rule:
         try:
             return self._when(*args, **call.kwargs)
         except Exception as error:
+            if not self.fits(call):
+                return decline("the arguments do not fit the signature of the target")
             raise HookError(
                 f"the condition (.when) of the rule {self.name}, {_place(self._when)}, raised {type(error).__name__}: "
                 f"{error} when it was asked about {call}; it returns true, false or hookkit.decline(reason)"
             ) from error
+
+    def fits(self, call: Call) -> bool:
+        """Whether the target can take the arguments of a call; if not, calling it is a TypeError."""
+
+        def takes(signature: inspect.Signature | None) -> bool:
+            try:
+                return signature is None or signature.bind(*call.args, **call.kwargs) is not None
+            except TypeError:
+                return False
+
+        return any(takes(target.signature()) for target in self.targets)
 
     @property
     def is_named(self) -> bool:
@@ -223,6 +245,21 @@ class Rule:
                 f"the rule {self.name} has a {kind} provider already:\n"
                 f"  {_place(present)}\n  {_place(provider)}\nRemove one of them."
             )
+
+    def check_names(self) -> None:
+        """Compare the providers with what lazy names stand for, which was not known when they were declared.
+
+        Raises:
+            RegistrationError: if a provider cannot take the arguments of its target.
+        """
+        if any(isinstance(target, NameTarget) for target in self.targets):
+            for kind, provider in (
+                ("forward provider", self.forward),
+                ("meta function", self._meta),
+                ("condition (.when)", self._when),
+            ):
+                if provider is not None:
+                    self._check_fits(kind, provider)
 
     def _check_fits(self, kind: str, provider: Callable[..., Any]) -> None:
         for target in self.targets:
@@ -448,7 +485,21 @@ def _misfit(target: inspect.Signature, provider: inspect.Signature) -> str | Non
         optional = extra.default is not extra.empty or extra.kind in (extra.VAR_POSITIONAL, extra.VAR_KEYWORD)
         if not optional and extra.name not in filled:
             return f"the target never gives {extra.name!r}"
+    defaults = {p.name: p.default for p in given if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    for parameter in wanted:
+        own = defaults.get(parameter.name, parameter.default)
+        if parameter.default is not parameter.empty and not _may_stand_for(own, parameter.default):
+            found = "it has no default" if own is parameter.empty else f"its default is {own!r}"
+            return f"{found} for {parameter.name!r}; the target's is {parameter.default!r}"
     return None
+
+
+def _may_stand_for(own: Any, default: Any) -> bool:
+    """Whether a provider's default may mean what the target's does; plain values are compared, others are trusted."""
+    plain = bool | int | float | str | None
+    if own is inspect.Parameter.empty or (isinstance(own, plain) and isinstance(default, plain)):
+        return type(own) is type(default) and repr(own) == repr(default)
+    return True
 
 
 def _default_name(provider: Callable[..., Any] | None, targets: tuple[Target, ...]) -> str:

@@ -55,6 +55,68 @@ def test_a_rule_without_providers_runs_its_target_and_pytorch_differentiates_it(
     rule.unregister()
 
 
+class Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(vector())
+
+    def forward(self, x):
+        return x * self.weight
+
+
+scaled = Scaled()
+
+
+def scaled_by_a_global(x):
+    return x * scaled.weight
+
+
+@pytest.mark.parametrize(
+    "target, program",
+    [
+        (Scaled.forward, scaled),
+        (scaled.forward, lambda x: scaled(x)),
+        (scaled, lambda x: scaled(x)),
+        (scaled_by_a_global, lambda x: scaled_by_a_global(x)),
+    ],
+    ids=["method", "bound method", "module", "global"],
+)
+@pytest.mark.parametrize("needed", [True, False])
+def test_an_opaque_call_refuses_a_parameter_that_is_no_argument_because_its_gradient_would_be_lost(
+    target, program, needed
+):
+    x = vector().requires_grad_(needed)
+    with hookkit.use(hookkit.rule(target, mode="opaque", register=False)):
+        jitted = thunder.jit(program)
+        with pytest.raises(hookkit.HookError, match=r"no arguments \(Parameter float64\[4\] on cpu\).*torch.no_grad"):
+            jitted(x)
+        with torch.no_grad():
+            torch.testing.assert_close(jitted(x), x * scaled.weight)
+
+
+def test_a_fallback_without_a_backward_provider_refuses_such_a_parameter_too():
+    @hookkit.rule(scaled_by_a_global, register=False)
+    def untraceable(x):
+        np.sin(x.detach().numpy())
+        return x * scaled.weight
+
+    with hookkit.use(untraceable), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(hookkit.HookError, match="no arguments"):
+            thunder.jit(lambda x: scaled_by_a_global(x))(vector())
+
+
+def test_an_opaque_callee_may_make_leaves_of_its_own_and_use_parameters_that_it_is_given():
+    def force(x, weight):
+        place = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad((place**3).sum(), place, create_graph=True)
+        return slope * x * weight
+
+    with hookkit.use(hookkit.rule(force, mode="opaque", register=False)):
+        assert_same(lambda x, weight: force(x, weight), vector(), vector())
+        assert_same(lambda x: force(x, scaled.weight), vector())
+
+
 def test_providers_of_an_opaque_rule_get_tensors_and_keep_what_they_save():
     @hookkit.rule(cube, mode="opaque")
     def opaque_cube(x, scale=1.0):

@@ -173,6 +173,24 @@ class TestConflicts:
         with pytest.raises(hookkit.ConflictError):
             compiled()(x)
 
+    @pytest.mark.parametrize(
+        ("provider", "why"),
+        [
+            (lambda x, amount: x, "argument 1 is called 'amount', in the target 'factor'"),
+            (lambda x, factor=3: x, "its default is 3 for 'factor'; the target's is 2"),
+        ],
+    )
+    def test_a_provider_that_does_not_fit_is_told_when_its_name_resolves(self, monkeypatch, x, provider, why):
+        def scaled(x, factor=2):
+            return x * factor
+
+        hookkit.rule("hookkit_no_such_module:op")(provider)
+        module = type(sys)("hookkit_no_such_module")
+        module.op = scaled
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        with pytest.raises(hookkit.RegistrationError, match=why):
+            thunder.jit(lambda x: scaled(x))(x)
+
     def test_a_target_is_free_again_when_its_rule_is_unregistered(self):
         times(3).unregister()
         times(5)

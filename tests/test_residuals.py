@@ -18,6 +18,12 @@ def test_residuals_print_as_the_call_that_made_them():
     assert repr(hookkit.save()) == "save()"
 
 
+def test_a_name_that_was_not_saved_is_told_with_those_that_were():
+    with pytest.raises(AttributeError, match=r"no residual is called 'y'; hookkit.save\(...\) was given x, scale$"):
+        hookkit.save(x=1, scale=2).y  # noqa: B018
+    assert not hasattr(hookkit.save(), "x")
+
+
 @pytest.mark.parametrize("name", ["needs", "_hidden", "_marks"])
 def test_names_that_hookkit_uses_itself_are_refused(name):
     with pytest.raises(hookkit.HookError, match=f"the name '{name}' is reserved; choose another one"):

@@ -188,6 +188,9 @@ class TestSignatures:
             (scale, lambda x, /, factor=1: x, "the argument 'x' cannot be given by name"),
             (scale, lambda x, factor, more: x, "the target never gives 'more'"),
             (scale, lambda x, factor, *, more: x, "the target never gives 'more'"),
+            (scale, lambda x, factor: x, "it has no default for 'factor'; the target's is 2.0"),
+            (scale, lambda x, factor=3.0: x, "its default is 3.0 for 'factor'; the target's is 2.0"),
+            (lambda x, *, flag=1: x, lambda x, *, flag=True: x, "its default is True for 'flag'; the target's is 1"),
             (Scale, lambda: None, "it has no place for the positional argument 'x'"),
             (lambda *args: None, lambda x: x, "it has no place for *args"),
             (lambda x, **options: None, lambda x: x, "it has no place for **options"),
@@ -213,6 +216,7 @@ class TestSignatures:
             (scale, lambda x, factor=2.0, extra=None: None),
             (Scale, lambda x: x),
             (math.sqrt, lambda number: number),
+            (lambda x, like=torch.Tensor: x, lambda x, like=None: x),
             (torch.sin, lambda anything: anything),
             (lambda *args, **kwargs: None, lambda x: x),
         ],
@@ -282,6 +286,20 @@ def test_a_condition_that_raises_is_named_with_the_call(x):
     with pytest.raises(hookkit.HookError, match=r"condition .* of the rule scaled, declared at .* raised") as caught:
         thunder.jit(lambda x: scale(x))(x)
     assert f"when it was asked about scale() at {__file__}:" in str(caught.value)
+
+
+@pytest.mark.parametrize("mode", ["auto", "opaque"])
+def test_a_call_that_cannot_be_bound_is_a_type_error_whatever_the_rule_has(x, mode):
+    @hookkit.rule(scale, mode=mode)
+    def scaled(x, factor=2.0):
+        return x * factor
+
+    scaled.meta(lambda x, factor=2.0: torch.empty_like(x))
+    for declare in (lambda: None, lambda: scaled.when(lambda x, factor=2.0: True)):
+        declare()
+        for program in (lambda x: scale(x, 1.0, 2.0), lambda x: scale(x, no_such=1), lambda x: scale()):
+            with pytest.raises(TypeError, match="scale"):
+                thunder.jit(program)(x)
 
 
 def test_a_provider_declared_after_the_first_compilation_is_seen_by_the_next_call(x):

@@ -41,6 +41,25 @@ def test_a_wrong_gradient_fails_the_finite_differences_alone():
     assert "finite differences" in str(result)
 
 
+def test_outputs_that_are_not_differentiable_have_no_finite_differences():
+    class Positive(Cube):
+        @staticmethod
+        def forward(ctx, x, y):
+            positive = x > 0
+            ctx.save_for_backward(x, y)
+            ctx.mark_non_differentiable(positive)
+            return x**3 * y, positive
+
+        @staticmethod
+        def backward(ctx, g, _):
+            x, y = ctx.saved_tensors
+            return 3 * g * x * x * y, g * x**3
+
+    result = hookkit.testing.check_rule(Positive, *inputs())
+    assert result, str(result)
+    assert "finite differences" in {c.name for c in result.checks if c.passed}
+
+
 def softplus(x):
     return torch.log1p(torch.exp(x))
 

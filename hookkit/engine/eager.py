@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
@@ -75,6 +76,22 @@ def materializes_grads(node: Any) -> bool:
     """Whether the backward of a custom Function's node gets zeros, and not None, for a gradient that is undefined."""
     quick = not _without_zeros.data  # type: ignore[attr-defined]  # the set itself: this is asked at every step
     return quick or node not in _without_zeros
+
+
+def _references(node: Any) -> int:
+    return sys.getrefcount(node.variable)
+
+
+@functools.cache
+def _references_to_nothing_held() -> int:
+    """How many references there are to a leaf that only the graph holds; versions of torch differ."""
+    with torch.enable_grad():
+        return _references((torch.zeros((), requires_grad=True) + 1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+
+
+def _is_held(node: Any) -> bool:
+    """Whether somebody beside the graph holds the leaf of a node that accumulates gradients."""
+    return _references(node) > _references_to_nothing_held()
 
 
 def undefined_root(output: torch.Tensor) -> torch.Tensor:
@@ -153,6 +170,25 @@ class EagerState(OpaqueState):
                         storage = tensor.untyped_storage()._cdata
                         sizes[storage] = max(sizes.get(storage, 0), tensor.numel() * tensor.element_size())
         return sum(sizes.values())
+
+    def hidden_leaves(self) -> list[torch.Tensor]:
+        """Leaves that PyTorch would give a gradient and that are no inputs: a parameter of a module, a global tensor.
+
+        A leaf that the callee made for itself, and that nobody else holds, is none of them.
+        """
+        given = {id(leaf) for leaf in self.leaves.values()}
+        nodes = [edge.node for edge in self.edges]
+        seen = set()
+        hidden = []
+        while nodes:
+            node = nodes.pop()
+            if node in seen or isinstance(node, _Entry._backward_cls):
+                continue
+            seen.add(node)
+            nodes += [n for n, _ in node.next_functions if n is not None]
+            if hasattr(node, "variable") and id(node.variable) not in given and _is_held(node):
+                hidden.append(node.variable)
+        return hidden
 
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor | None]:
         """The gradient of each input that needs one, by the input's index; None where there is none.

@@ -38,7 +38,7 @@ from hookkit.engine.symbols import feed_undefined, make_symbol, symbol_name
 from hookkit.engine.traced import Invocation
 from hookkit.engine.tracing import Raised, add_note
 from hookkit.engine.values import PLAIN, Slot, is_differentiable_dtype, leaves, map_leaves, wrap_result
-from hookkit.errors import MetaError, MetaWarning, OpaqueFallbackWarning, UntraceableError
+from hookkit.errors import HookError, MetaError, MetaWarning, OpaqueFallbackWarning, UntraceableError
 from hookkit.residuals import Residuals
 
 __all__ = ["OpaqueCall", "fall_back", "opaque_call", "record_constant"]
@@ -211,6 +211,7 @@ class OpaqueCall:
             raise
         tensors, structure = split_tensors(result.output)
         self._check(tensors, structure, result)
+        self._refuse_hidden_leaves(result)
         outputs = [*tensors, *(result.changed[i] for i in self.expected.changed)]
         return (*outputs, result.state) if self.returns_state else tuple(outputs)
 
@@ -220,6 +221,20 @@ class OpaqueCall:
         raise MetaError(
             f"{self.description} returned a tensor that does not require grad, although its metadata said so"
         )
+
+    def _refuse_hidden_leaves(self, result: EagerResult) -> None:
+        """An operator gives gradients to its arguments; those of other tensors that the callee uses would be lost."""
+        if self.is_function or result.state is None:  # a Function's node knows its arguments only
+            return
+        hidden = result.state.hidden_leaves()
+        if hidden:
+            shown = ", ".join(f"{type(t).__name__} {TensorMetadata.of(t)}" for t in hidden[:3])
+            raise HookError(
+                f"{self.description} runs as one opaque operator, which gives gradients to its arguments, and it uses "
+                f"tensors that require grad and are no arguments ({shown}{', ...' if len(hidden) > 3 else ''}): a "
+                "parameter of a module or a global tensor, say. Let the call be traced, or give the rule to a function "
+                "that takes them as arguments; where no gradient is wanted, call it under torch.no_grad()."
+            )
 
     def backward_operator(self) -> Callable[..., tuple[Any, ...]]:
         """What the backward operator does at run time."""
@@ -563,7 +578,7 @@ def _find_metadata(
 ) -> Expected:
     """Run the call on tensors without data; where that fails, on example values."""
     provider = invocation.rule.meta_provider
-    if provider is not None:
+    if provider is not None and invocation.rule.fits(invocation.call):
         return _from_meta_function(invocation, operator, slots, provider)
     # Of an operator that is a function of Python no fake function can be asked for.
     lacking = invocation.call.unsupported is not None and not invocation.operator_parts
