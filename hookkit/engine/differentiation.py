@@ -61,6 +61,7 @@ def differentiate(stock: Callable[..., Any], trace: Any) -> Any:
     _calls[get_compile_data()] = [b.sym.name for b in trace.bound_symbols if gradflow.is_explicit(b)]
     joint = stock(trace)
     _drop_undefined_gradients(joint)
+    _give_zeros_a_shape(joint)
     return joint
 
 
@@ -144,6 +145,13 @@ def _drop_undefined_gradients(joint: Any) -> None:
         if gradflow.is_opaque_backward(bsym):
             args = tuple(None if isinstance(a, Proxy) and a.name in zeros else a for a in bsym.args)
             joint.bound_symbols[index] = bsym.from_bsym(args=args)
+
+
+def _give_zeros_a_shape(joint: Any) -> None:
+    """Zeros for the gradient of an unused output without dimensions: thunder calls for them without any shape."""
+    for index, bsym in enumerate(joint.bound_symbols):
+        if bsym.sym.name == "zeros" and not bsym.args:
+            joint.bound_symbols[index] = bsym.from_bsym(args=((),))
 
 
 def split(stock: Callable[..., Any], joint: Any) -> tuple[Any, Any]:
