@@ -79,8 +79,8 @@ HOOKS = torch.autograd.graph.saved_tensors_hooks
 def saved_tensors_hooks(call: hookkit.Call, self: Any) -> NoReturn:
     """Refuse to have functions called with what is kept for the backward."""
     raise hookkit.HookError(
-        f"{type(self).__name__} is not supported inside a program compiled by thunder (at {call.source}), which says by "
-        "itself what is kept for the backward. Enter it outside the compiled program, or inside a "
+        f"{type(self).__name__} is not supported inside a program compiled by thunder (at {call.source}), "
+        "which decides what is kept for the backward. Enter it outside the compiled program, or inside a "
         "torch.autograd.Function, which then runs as one operator."
     )
 
