@@ -158,6 +158,7 @@ def _patches() -> list[Patch]:
         Patch(interpreter, "_call_dispatch", partial(_dispatch, interpreter._call_dispatch)),
         Patch(interpreter, "globals_lookup", partial(shortcuts.look_up_global, interpreter.globals_lookup)),
         Patch(interpreter, "_binary_op", partial(shortcuts.apply_operator, interpreter._binary_op)),
+        *(Patch(handlers, n, partial(caching.read_two, handlers[n])) for n in ("COMPARE_OP", "DICT_UPDATE")),
         Patch(handlers, "UNPACK_SEQUENCE", partial(shortcuts.unpack_sequence, handlers["UNPACK_SEQUENCE"])),
         Patch(Symbol, "bind", partialmethod(corrections.bind, Symbol.bind)),
         Patch(interpreter.MappingKeysView, "__len__", corrections.keys_count),
@@ -252,7 +253,10 @@ def _lookaside(stock: Callable[..., Any]) -> Callable[..., Any]:
         found = found or method_lookup(fn, args) or iterator_lookaside(fn, args)
         if found is not None:
             return found
-        return operations.or_opaque(fallback_of(fn) or stock(fn, *args, **kwargs), callee)
+        found = operations.or_opaque(fallback_of(fn) or stock(fn, *args, **kwargs), callee)
+        if found is None and interpreter.is_opaque(fn):
+            caching.note_read(fn, map(interpreter.unwrap, args))
+        return found
 
     return general_jit_lookaside
 

@@ -3,13 +3,16 @@
 Gradients are wrong on purpose, so that a test fails where the custom backward is ignored.
 """
 
+import copy
 import dataclasses
 import functools
 import itertools
+import operator
 import random
 import types
 from collections import deque, namedtuple
 
+import numpy
 import pytest
 import thunder
 import torch
@@ -706,6 +709,70 @@ def test_what_a_functions_code_names_may_change_between_calls():
     assert_follows(lambda x: program(x), lambda: setattr(helper, "scale", lambda grad: 7 * grad), vector())
 
 
+@dataclasses.dataclass
+class Config:
+    factor: float = 2.0
+
+
+READINGS = {
+    "a key that comes": (lambda d: d.get("new", 3), {"old": 1}, lambda d: d.update(new=5)),
+    "a key that is asked for": (lambda d: 3 if "new" in d else 7, {"old": 1}, lambda d: d.update(new=5)),
+    "the values of a dict": (lambda d: sum(d.values()), {"old": 1}, lambda d: d.update(new=5)),
+    "a dict put into another": (lambda d: {**d}["old"], {"old": 1}, lambda d: d.update(old=5)),
+    "the length of a list": (len, [1, 2], lambda d: d.append(5)),
+    "the end of a list": (lambda d: d[-1], [1, 2], lambda d: d.append(5)),
+    "a list added up": (sum, [1, 2], lambda d: d.insert(0, 5)),
+    "numbers added up": (sum, [1, 2], lambda d: d.__setitem__(0, 5)),
+    "an empty list": (lambda d: 3 if d else 7, [], lambda d: d.append(5)),
+    "a list compared": (lambda d: 3 if d == [1, 2] else 7, [1, 2], lambda d: d.__setitem__(0, 5)),
+    "a set": (lambda d: 3 if 5 in d else 7, {1}, lambda d: d.add(5)),
+    "a deque": (lambda d: d[0], deque([1]), lambda d: d.appendleft(5)),
+    "an array": (lambda d: float(d[0]), numpy.ones(2), lambda d: d.__setitem__(0, 5)),
+    "an attribute that comes": (lambda d: getattr(d, "new", 3), Config(), lambda d: setattr(d, "new", 5)),
+    "vars": (lambda d: vars(d)["factor"], Config(), lambda d: setattr(d, "factor", 5)),
+    "an attrgetter": (operator.attrgetter("factor"), Config(), lambda d: setattr(d, "factor", 5)),
+    "a dataclass compared": (lambda d: 3 if d == Config() else 7, Config(), lambda d: setattr(d, "factor", 5)),
+    "a class attribute that comes": (
+        lambda d: getattr(d, "new", 3),
+        Settings,
+        lambda d: setattr(d, "new", 5),
+    ),
+}
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize(("read", "held", "change"), READINGS.values(), ids=READINGS)
+def test_what_a_function_reads_of_a_container_may_change_between_calls(read, held, change, where):
+    held = types.new_class("Own", (held,)) if isinstance(held, type) else copy.copy(held)
+    if where == "forward":
+        program = function(lambda ctx, x: x * read(held), lambda ctx, grad: 100 * grad).apply
+    else:
+        program = function(lambda ctx, x: x.sin(), lambda ctx, grad: 100 * grad * read(held)).apply
+    jitted = thunder.jit(lambda x: program(x))
+    for step in range(3):
+        assert_equal([jitted(vector())], [program(vector())])
+        assert_equal(gradients(jitted, vector()), gradients(program, vector()))
+        if step == 1:
+            assert thunder.cache_misses(jitted) == 1
+            change(held)
+
+
+def test_a_list_that_grows_beside_a_function_that_runs_opaque_is_not_looked_at():
+    log = []
+
+    def forward(ctx, x):
+        log.append(len(log))
+        return x.sin()
+
+    program = function(forward, lambda ctx, grad: 100 * grad).apply
+    jitted = thunder.jit(lambda x: program(x))
+    with pytest.warns(hookkit.OpaqueFallbackWarning, match="Python state"):
+        for _ in range(3):
+            jitted(vector())
+    assert log == [0, 1, 2]
+    assert thunder.cache_misses(jitted) == 1
+
+
 def test_a_backward_or_class_put_in_anothers_place_is_seen():
     first, second = sine(100), sine(3)
     table = {"op": first.apply}
@@ -870,3 +937,21 @@ def test_a_buffer_returned_as_dirty_requires_grad_afterwards():
         run(vector(), buffer)
         found.append(buffer.requires_grad)
     assert found[1] == found[0]
+
+
+def test_an_unused_output_without_dimensions_gives_backward_a_zero_without_dimensions():
+    def backward(ctx, grad, grad_of_sum):
+        assert grad_of_sum.shape == ()
+        return 100 * grad + grad_of_sum + 3
+
+    apply = function(lambda ctx, x: (x.sin(), x.sum()), backward).apply
+    assert_same(lambda x: apply(x)[0], vector())
+
+
+@pytest.mark.parametrize("mode", ["trace", "opaque"])
+def test_a_complex_gradient_of_a_real_input_is_refused(mode):
+    F = hookkit.mode(mode)(function(lambda ctx, x: x.sin(), lambda ctx, grad: torch.complex(grad, grad)))
+    with pytest.raises(RuntimeError):
+        gradients(lambda x: F.apply(x), vector())
+    with pytest.raises(RuntimeError, match="complex"):
+        gradients(thunder.jit(lambda x: F.apply(x)), vector())

@@ -113,6 +113,19 @@ def test_threads_compile_and_run_one_program_at_once(mode):
     assert in_threads(8, work) == [[3, 4]] * 8
 
 
+def test_threads_with_and_without_grad_mode_compile_one_program_at_once():
+    function, rule = load.scaled("trace")
+
+    for _ in range(5):
+        compiled = thunder.jit(lambda x: function.apply(x) * 2)
+
+        def work(index, compiled=compiled):
+            with load.in_force(rule), torch.set_grad_enabled(index % 2 == 0):
+                return compiled(torch.ones(3, requires_grad=True)).requires_grad
+
+        assert in_threads(6, work) == [True, False] * 3
+
+
 def test_rules_in_a_scope_of_one_thread_are_not_seen_by_the_others():
     def target(x):
         return x * 2

@@ -168,15 +168,22 @@ REFUSED = {
     "allclose": lambda x: torch.allclose(x, x),
     "resize_": lambda x: x.clone().resize_(2),
     "detach_": lambda x: (x * 2).detach_() * x,
+    "retain_grad": lambda x: (x * 2).retain_grad() or x,
+    "saved_tensors_hooks": lambda x: with_hooks(torch.autograd.graph.saved_tensors_hooks(abs, abs), x),
     "unsqueeze_": lambda x: x.clone().unsqueeze_(0),
 }
+
+
+def with_hooks(hooks, x):
+    with hooks:
+        return x * x
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_known_before_the_program_runs_is_refused_with_the_line_and_a_way_out(name):
     with pytest.raises(hookkit.HookError, match=rf"test_operations\.py:\d+|{name}") as refused:
         thunder.jit(REFUSED[name])(matrix())
-    assert any(way in str(refused.value) for way in ("outside", "new tensor", "x.detach()"))
+    assert any(way in str(refused.value) for way in ("outside", "new tensor", "x.detach()", "Return the tensor"))
 
 
 def test_the_error_of_an_operation_that_refuses_its_arguments_is_pytorchs():

@@ -1,8 +1,9 @@
 """What a compiled program depends on beyond the guards of thunder's prologue.
 
-thunder guards tensors and numbers that a program reads. It does not guard the length of a list, a dtype, or which
-function or class a name stands for. For programs with calls that hookkit took over this is looked at here: the
-arguments that are no tensors, and what the Functions' code and the program's own names stand for.
+thunder guards tensors and numbers that a program reads. It does not guard the length of a list, the keys of a dict, a
+dtype, or which function or class a name stands for. For programs with calls that hookkit took over this is looked at
+here: the arguments that are no tensors, what the Functions' code and the program's own names stand for, and what the
+containers hold that traced calls can reach.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from __future__ import annotations
 import enum
 import functools
 import itertools
+import sys
 import threading
 import types
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -22,10 +24,11 @@ import attrs
 import torch
 from thunder.core.compile_data import _compile_data
 
+from hookkit.engine import records
 from hookkit.engine.effects import State
 from hookkit.engine.values import children, is_container
 
-__all__ = ["ARGUMENTS", "STATE", "note_call", "recall", "remember", "tracing"]
+__all__ = ["ARGUMENTS", "STATE", "note_call", "note_read", "note_traced", "read_two", "recall", "remember", "tracing"]
 
 # Under these names thunder's record of what a program depends on (``cache_info``) holds them.
 ARGUMENTS = "hookkit_arguments"
@@ -41,6 +44,8 @@ _CALLABLES = (
     functools.partial,
 )
 _WATCHED = (*_CALLABLES, str, bytes, bool, type(None), torch.dtype, torch.device, enum.Enum)
+_BLIND = (len, isinstance, issubclass, type, id, callable, hasattr)  # what they see of a container is looked at anyway
+_PLAIN = str | bytes | int | float | complex
 _VALUES = (int, float, complex, torch.Tensor)
 
 
@@ -53,6 +58,8 @@ class Program:
     kwargs: dict[str, Any]
     functions: dict[int, Any] = attrs.field(factory=dict)
     unguarded: dict[int, Any] = attrs.field(factory=dict)
+    traced: list[State] = attrs.field(factory=list)
+    read: dict[int, Any] = attrs.field(factory=dict)
 
 
 @attrs.define(eq=False)
@@ -65,16 +72,20 @@ class Watch:
     Attributes:
         arguments: the program's arguments in words.
         held: what stood for what.
+        shapes: what containers held, by :func:`_shape`.
         new_in: the thread whose call it was made for, until that call has run.
     """
 
     arguments: str
     held: list[tuple[Any, Any, Any]]
+    shapes: list[tuple[Any, Any]]
     new_in: int | None = attrs.field(factory=threading.get_ident)
 
     def changed(self) -> bool:
-        """Whether any of them stands for something else."""
-        return any(not _is_still(_get(holder, key), value) for holder, key, value in self.held)
+        """Whether any of them stands for something else, or holds something else."""
+        return any(not _is_still(_get(holder, key), value) for holder, key, value in self.held) or any(
+            not _are_still(_shape(container), shape) for container, shape in self.shapes
+        )
 
 
 _program: ContextVar[Program | None] = ContextVar("hookkit_traced_program", default=None)
@@ -105,13 +116,40 @@ def note_call(function: Any, *, guarded: bool = True) -> None:
         (program.functions if guarded else program.unguarded)[id(function)] = function
 
 
+def note_traced(state: State) -> None:
+    """A call was traced in the program that is traced; its code can reach this state."""
+    program = _program.get()
+    if program is not None:
+        program.traced.append(state)
+
+
+def note_read(callee: Any, args: Iterable[Any]) -> None:
+    """A function in C, of which thunder sees the result only, is given these arguments."""
+    program = _program.get()
+    if program is not None and records.inside_a_call() and callee not in _BLIND:
+        program.read.update((id(a), a) for a in args if is_container(a) or type(getattr(a, "__dict__", None)) is dict)
+
+
+def read_two(stock: Callable[..., Any], inst: Any, /, stack: Any, **kwargs: Any) -> Any:
+    """An instruction that looks into the two values on top of the stack: ``a == b``, ``{**a}``.
+
+    Args:
+        stock: thunder's handler of it.
+        inst: the instruction.
+        stack: the interpreter's stack.
+        **kwargs: what else thunder hands to a handler.
+    """
+    note_read(stock, (stack[-1], stack[-2]))
+    return stock(inst, stack=stack, **kwargs)
+
+
 def remember(info: dict[str, Any]) -> None:
     """Put into thunder's record what the program that was traced depends on, if a call was taken over."""
     program = _program.get()
     if program is None or not program.functions:
         return
     key = f"{STATE}:{next(_serials)}"
-    watch = Watch(describe(program.args, program.kwargs), [*_held(program)])
+    watch = Watch(describe(program.args, program.kwargs), [*_held(program)], [*_shapes(program)])
     _watches.setdefault(_compile_data.get()[1], {})[key] = watch
     info[ARGUMENTS], info[STATE] = watch.arguments, key
 
@@ -197,9 +235,40 @@ def _held(program: Program) -> Iterator[tuple[Any, Any, Any]]:
     """Where the Functions' code and the program's own names lead, by holder and key."""
     yield from _of(State.reachable_from(program.functions.values()), _WATCHED)
     yield from _of(State.reachable_from(program.unguarded.values()), (*_WATCHED, *_VALUES))
+    yield from _of(State.reachable_from(program.read.values()), (*_WATCHED, int, float, complex))
     modules = program.function.modules() if isinstance(program.function, torch.nn.Module) else ()
     code = [getattr(type(m), "forward", None) for m in modules] or [program.function]
     yield from _of(State.reachable_from(code, depth=1), _CALLABLES)
+
+
+def _shapes(program: Program) -> Iterator[tuple[Any, Any]]:
+    """The containers that traced calls can reach, but for those that the program is given, and their shapes."""
+    given = State.reachable_from([[*program.args], program.kwargs]).containers
+    found: dict[int, Any] = {}
+    for state in program.traced:
+        found.update({i: container for i, (container, _) in state.containers.items() if i not in given})
+        found.update(state.classes)
+        found.update({id(v): v for *_, v in _of(state, (_array(),))})
+    yield from ((container, _shape(container)) for container in found.values())
+
+
+def _shape(container: Any) -> list[Any]:
+    """What thunder does not guard of what a container holds: how much, under which keys; of some of them everything."""
+    if isinstance(container, list):
+        return [len(container)]
+    if isinstance(container, dict):
+        return list(container)
+    if isinstance(container, type):
+        return [name for name in vars(container) if not name.startswith("__")]
+    if isinstance(container, _array()):
+        return [container.dtype, *container.shape, container.tobytes()]
+    return [v if isinstance(v, _PLAIN) else type(v) for v in container]
+
+
+def _array() -> type[Any]:
+    """NumPy's array, if the process has it."""
+    numpy = sys.modules.get("numpy")
+    return numpy.ndarray if numpy is not None else type(None)
 
 
 def _of(state: State, kinds: tuple[type[Any], ...]) -> Iterator[tuple[Any, Any, Any]]:
@@ -219,5 +288,8 @@ def _get(holder: Any, key: Any) -> Any:
 
 
 def _is_still(now: Any, before: Any) -> bool:
-    plain = str | bytes | int | float | complex
-    return now is before or (type(now) is type(before) and isinstance(now, plain) and now == before)
+    return now is before or (type(now) is type(before) and isinstance(now, _PLAIN) and now == before)
+
+
+def _are_still(now: list[Any], before: list[Any]) -> bool:
+    return len(now) == len(before) and all(map(_is_still, now, before))

@@ -249,6 +249,7 @@ def _run(invocation: Invocation, record: records.CallRecord) -> Any:
         if call.function is not None and call.kwargs:
             raise UntraceableError(f"keyword arguments {sorted(call.kwargs)} have no place in forward")
         composite, returned = trace_call(invocation, outside)
+        caching.note_traced(outside)
         record.became("traced")
         if not everything.changed():
             replay.remember(trace, key, invocation, composite, returned, everything)

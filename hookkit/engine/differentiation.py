@@ -6,6 +6,7 @@ is computed in the forward; that an opaque backward sees None where eager PyTorc
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,9 +31,17 @@ __all__ = ["RESIDUAL", "check_undefined", "differentiate", "split"]
 
 RESIDUAL = Tag("hookkit.RESIDUAL")
 
-_calls: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
-_reach: weakref.WeakKeyDictionary[Any, list[frozenset[int]]] = weakref.WeakKeyDictionary()
-_differentiable: weakref.WeakKeyDictionary[Any, list[bool]] = weakref.WeakKeyDictionary()
+
+class _Notes(threading.local):
+    """What is noted of a program between its differentiation and the split, in the thread that compiles it."""
+
+    def __init__(self) -> None:
+        self.calls: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
+        self.reach: weakref.WeakKeyDictionary[Any, list[frozenset[int]]] = weakref.WeakKeyDictionary()
+        self.differentiable: weakref.WeakKeyDictionary[Any, list[bool]] = weakref.WeakKeyDictionary()
+
+
+_notes = _Notes()
 
 
 def differentiate(stock: Callable[..., Any], trace: Any) -> Any:
@@ -47,10 +56,10 @@ def differentiate(stock: Callable[..., Any], trace: Any) -> Any:
             for out in bsym.flat_proxy_outs:
                 out.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
     outputs, _ = tree_flatten_with_dataclass(trace.bound_symbols[-1].args[0]["output"])
-    differentiable = _differentiable[get_compile_data()] = [gradflow.requires_grad(trace, o) for o in outputs]
+    differentiable = _notes.differentiable[get_compile_data()] = [gradflow.requires_grad(trace, o) for o in outputs]
     tracked = [o for o, d in zip(outputs, differentiable, strict=True) if d]
     calls, results, arguments = reach_of_calls(trace, tracked, _edges)
-    _reach[get_compile_data()] = arguments
+    _notes.reach[get_compile_data()] = arguments
     for place, reached in calls.items():
         call = called(trace.bound_symbols[place])
         if call is not None and len(reached) < len(tracked):
@@ -58,9 +67,10 @@ def differentiate(stock: Callable[..., Any], trace: Any) -> Any:
         if call is not None and not isinstance(call, Composite):
             call.output_reach = results[place]
     _feed_undefined(trace, outputs)
-    _calls[get_compile_data()] = [b.sym.name for b in trace.bound_symbols if gradflow.is_explicit(b)]
+    _notes.calls[get_compile_data()] = [b.sym.name for b in trace.bound_symbols if gradflow.is_explicit(b)]
     joint = stock(trace)
     _drop_undefined_gradients(joint)
+    _give_zeros_a_shape(joint)
     return joint
 
 
@@ -146,6 +156,13 @@ def _drop_undefined_gradients(joint: Any) -> None:
             joint.bound_symbols[index] = bsym.from_bsym(args=args)
 
 
+def _give_zeros_a_shape(joint: Any) -> None:
+    """Zeros for the gradient of an unused output without dimensions: thunder calls for them without any shape."""
+    for index, bsym in enumerate(joint.bound_symbols):
+        if bsym.sym.name == "zeros" and not bsym.args:
+            joint.bound_symbols[index] = bsym.from_bsym(args=((),))
+
+
 def split(stock: Callable[..., Any], joint: Any) -> tuple[Any, Any]:
     """Split a joint trace with thunder's own split, keeping residuals in the forward.
 
@@ -161,7 +178,7 @@ def split(stock: Callable[..., Any], joint: Any) -> tuple[Any, Any]:
     returned = joint.bound_symbols[-1]
     values = returned.args[0]
     outputs = values["fw_flat_out"]
-    differentiable = _differentiable.pop(get_compile_data(), None)
+    differentiable = _notes.differentiable.pop(get_compile_data(), None)
     flat, _ = tree_flatten_with_dataclass(outputs)
     keep_all = get_compile_option("is_differentiable_outputs", "which outputs are differentiable") is not None
     if differentiable is None or keep_all or len(flat) != len(outputs) or len(flat) != len(differentiable):
@@ -190,7 +207,7 @@ def split(stock: Callable[..., Any], joint: Any) -> tuple[Any, Any]:
         return forward, None
     names = _functions(joint)
     if names:
-        _save_names(forward, names, _reach.pop(get_compile_data(), []))
+        _save_names(forward, names, _notes.reach.pop(get_compile_data(), []))
     _take_cotangents(backward, kept, extra=bool(names))
     return forward, backward
 
@@ -206,7 +223,7 @@ def _written(joint: Any) -> dict[str, Any]:
 
 def _functions(joint: Any) -> str:
     """The names of the calls that hookkit took over."""
-    return ", ".join(dict.fromkeys(_calls.pop(get_compile_data(), ())))
+    return ", ".join(dict.fromkeys(_notes.calls.pop(get_compile_data(), ())))
 
 
 def _save_names(forward: Any, names: str, reach: list[frozenset[int]]) -> None:

@@ -254,5 +254,7 @@ def _fitted(node: Any, place: int, like: torch.Tensor, gradient: torch.Tensor | 
             )
         gradient = gradient.sum_to_size(like.shape)
     if gradient.is_complex() and not like.is_complex():
-        gradient = torch.real(gradient)
+        raise RuntimeError(
+            f"Function {node.name()} returned an invalid gradient at index {place}: it is complex, the input is real"
+        )
     return gradient.to(like.dtype)

@@ -37,6 +37,7 @@ class State:
     names: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = attrs.field(factory=dict)
     attributes: dict[tuple[int, str], tuple[type[Any], str, Any]] = attrs.field(factory=dict)
     slots: dict[tuple[int, str], tuple[Any, str, Any]] = attrs.field(factory=dict)
+    classes: dict[int, type[Any]] = attrs.field(factory=dict)
     seen: set[int] = attrs.field(factory=set)
 
     @classmethod
@@ -138,6 +139,7 @@ class State:
                 self._visit(content, depth - 1)
 
     def _visit_class(self, cls: type[Any], depth: int) -> None:
+        self.classes[id(cls)] = cls
         for name, value in list(vars(cls).items()):
             if isinstance(value, staticmethod | classmethod | types.FunctionType | list | dict | set):
                 self._visit(value, depth)

@@ -460,7 +460,10 @@ def _fit(invocation: Invocation, label: str, tensor: TensorProxy, gradient: Any)
         gradient = ltorch.reshape(ltorch.sum(gradient, dims), expected)
     if gradient.dtype != tensor.dtype:
         if dtypes.is_complex_dtype(gradient.dtype) and not dtypes.is_complex_dtype(tensor.dtype):
-            gradient = ltorch.real(gradient)
+            raise GradientError(
+                f"{where} returned a complex gradient ({gradient.dtype}) of {label}, which is real ({tensor.dtype}); "
+                "return its real part"
+            )
         gradient = clang.maybe_convert_to_dtype(gradient, tensor.dtype)
     return gradient
 

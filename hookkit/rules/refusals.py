@@ -11,7 +11,7 @@ import torch
 
 import hookkit
 
-__all__ = ["autograd_inside", "detach_", "grad_fn", "reshaping"]
+__all__ = ["autograd_inside", "detach_", "grad_fn", "reshaping", "retain_grad", "saved_tensors_hooks"]
 
 FUNCTIONS = [torch.autograd.grad, torch.autograd.backward, torch.vmap]
 FUNCTIONS += [
@@ -61,3 +61,31 @@ def detach_(call: hookkit.Call, *args: Any) -> NoReturn:
         f"{call} is not supported inside a program compiled by thunder, which would go on to differentiate the tensor. "
         "Write x = x.detach()."
     )
+
+
+@hookkit.rule(torch.Tensor.retain_grad, mode="trace", pass_call=True, priority=-100)
+def retain_grad(call: hookkit.Call, tensor: torch.Tensor) -> NoReturn:
+    """Refuse to promise the gradient of a tensor that is made inside."""
+    raise hookkit.HookError(
+        f"{call} is not supported inside a program compiled by thunder, whose tensors get no .grad. Return the tensor, "
+        "and call retain_grad on what the compiled program returns."
+    )
+
+
+HOOKS = torch.autograd.graph.saved_tensors_hooks
+
+
+@hookkit.rule(HOOKS.__enter__, mode="trace", pass_call=True, priority=-100)
+def saved_tensors_hooks(call: hookkit.Call, self: Any) -> NoReturn:
+    """Refuse to have functions called with what is kept for the backward."""
+    raise hookkit.HookError(
+        f"{type(self).__name__} is not supported inside a program compiled by thunder (at {call.source}), "
+        "which decides what is kept for the backward. Enter it outside the compiled program, or inside a "
+        "torch.autograd.Function, which then runs as one operator."
+    )
+
+
+@saved_tensors_hooks.when
+def _(call: hookkit.Call, self: Any) -> Any:
+    where = isinstance(self, torch.autograd.graph.save_on_cpu)
+    return not where or hookkit.decline("where it is kept makes no difference to what is computed")
