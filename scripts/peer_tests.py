@@ -32,8 +32,6 @@ LISTED = {
     "test_dynamo.py::test_splitter_autograd_function_DynamoThunder_cpu_None[auto]": NAMES,
     "test_dynamo.py::test_splitter_autograd_function_DynamoThunder_cpu_None[dynamic]": NAMES,
     "test_dynamo.py::test_splitter_autograd_function_DynamoThunder_cpu_None[static]": NAMES,
-    "test_torch_library_custom_op.py::test_torch_library_custom_op_torch_cpu_thunder.dtypes.float32": NAMES,
-    "test_torch_library_custom_op_with_lists.py::test_torch_library_custom_op_torch_cpu_thunder.dtypes.float32": NAMES,
     "test_jit_general.py::test_cache_symbolic_values_constraints": WORDS,
     "test_jit_general.py::test_jitting_through_opaque_torch_symbols_error": WORDS,
 }
