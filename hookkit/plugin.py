@@ -273,6 +273,9 @@ def _dispatch(
     if jit_ext._jit_ctx.get(None) is None:  # thunder's interpreter, used by itself
         return stock(compilectx, runtimectx, fn, *args, **kwargs)
     callee, owner = interpreter.unwrap(fn), None
+    if compat.is_optimized(callee):  # Dynamo would compile the interpreter
+        fn = interpreter._interpret_call(getattr, fn, interpreter.wrap_const("_torchdynamo_orig_callable"))
+        return stock(compilectx, runtimectx, fn, *args, **kwargs)
     if callee is _function_apply and args:  # unbound already, by the interpreter's LOAD_METHOD
         owner, args = args[0], args[1:]
         callee = owner.value.apply

@@ -11,7 +11,7 @@ import torch
 
 import hookkit
 
-__all__ = ["autograd_inside", "detach_", "grad_fn", "reshaping", "retain_grad", "saved_tensors_hooks"]
+__all__ = ["autograd_inside", "detach_", "grad_fn", "reshaping", "retain_grad", "saved_tensors_hooks", "script_module"]
 
 FUNCTIONS = [torch.autograd.grad, torch.autograd.backward, torch.vmap]
 FUNCTIONS += [
@@ -89,3 +89,18 @@ def saved_tensors_hooks(call: hookkit.Call, self: Any) -> NoReturn:
 def _(call: hookkit.Call, self: Any) -> Any:
     where = isinstance(self, torch.autograd.graph.save_on_cpu)
     return not where or hookkit.decline("where it is kept makes no difference to what is computed")
+
+
+def is_script_module(call: hookkit.Call) -> bool:
+    """Whether a module of ``torch.jit`` is called, or a method of it."""
+    return isinstance(call.callable, (torch.jit.ScriptModule, torch.ScriptMethod))
+
+
+@hookkit.rule(hookkit.where(is_script_module), mode="trace", pass_call=True, priority=-100)
+def script_module(call: hookkit.Call, *args: Any, **kwargs: Any) -> NoReturn:
+    """Refuse to run a module whose parameters cannot be seen."""
+    raise hookkit.HookError(
+        f"{type(call.callable).__name__} of torch.jit is not supported inside a program compiled by thunder (at "
+        f"{call.source}), which cannot look into it for its parameters. Use the module from which it was made, or call "
+        "it outside the compiled program, or inside a torch.autograd.Function."
+    )
