@@ -44,6 +44,10 @@ def sine(factor=100):
     return function(lambda ctx, x: x.sin(), lambda ctx, grad: factor * grad)
 
 
+def scaled_sine(x):
+    return x.sin() * 2
+
+
 def gradients(program, *inputs, used=None):
     """The gradients of inputs, of one output alone where ``used`` says which."""
     given = [i.detach().clone().requires_grad_(i.requires_grad) for i in inputs]
@@ -955,3 +959,23 @@ def test_a_complex_gradient_of_a_real_input_is_refused(mode):
         gradients(lambda x: F.apply(x), vector())
     with pytest.raises(RuntimeError, match="complex"):
         gradients(thunder.jit(lambda x: F.apply(x)), vector())
+
+
+@pytest.mark.parametrize(
+    "wrap", [functools.partial(torch.compile, backend="eager"), torch.compiler.disable, torch.jit.script]
+)
+def test_a_function_may_call_what_another_compiler_made(wrap):
+    inner = wrap(scaled_sine)
+    apply = function(lambda ctx, x: inner(x), lambda ctx, grad: 100 * inner(grad)).apply
+    assert_same(lambda x: apply(x) * inner(x), vector())
+
+
+def test_the_parameters_of_a_module_given_to_torch_compile_get_gradients():
+    layer = nn.Linear(4, 4, dtype=torch.float64)
+    compiled = torch.compile(layer, backend="eager")
+    apply = sine().apply
+    jitted = thunder.jit(lambda x: apply(compiled(x)))
+    jitted(vector()).sum().backward()
+    found, layer.weight.grad = layer.weight.grad, None
+    apply(layer(vector())).sum().backward()
+    torch.testing.assert_close(found, layer.weight.grad)
