@@ -237,6 +237,8 @@ def _lookaside(stock: Callable[..., Any]) -> Callable[..., Any]:
             answer = None
         if answer is not None:
             return answer
+        if fn is TensorProxy.grad.fget:
+            return lookaside_for(_tensor_grad.__get__, None, args, {}) or stock(fn, *args)
         if operations.iterates(fn):
             return None
         if fn is setattr and operations.is_torch_attribute(*args[:2]):
@@ -301,6 +303,7 @@ def _of_tensor(taken: Callable[..., Any], tensor: Any, name: Any) -> Any:
     return taken(tensor)
 
 
+_tensor_grad: Any = torch.Tensor.grad
 _function_apply = getattr(torch.autograd.Function.apply, "__func__", object())
 
 

@@ -11,7 +11,16 @@ import torch
 
 import hookkit
 
-__all__ = ["autograd_inside", "detach_", "grad_fn", "reshaping", "retain_grad", "saved_tensors_hooks", "script_module"]
+__all__ = [
+    "autograd_inside",
+    "detach_",
+    "grad",
+    "grad_fn",
+    "reshaping",
+    "retain_grad",
+    "saved_tensors_hooks",
+    "script_module",
+]
 
 FUNCTIONS = [torch.autograd.grad, torch.autograd.backward, torch.vmap]
 FUNCTIONS += [
@@ -39,6 +48,19 @@ def grad_fn(call: hookkit.Call, *args: Any) -> NoReturn:
     raise hookkit.HookError(
         f"grad_fn of a tensor is not supported inside a program compiled by thunder (at {call.source}): there is no "
         "autograd graph while it is traced. Ask for requires_grad instead."
+    )
+
+
+GRAD: Any = torch.Tensor.grad
+
+
+@hookkit.rule(GRAD.__get__, mode="trace", pass_call=True, priority=-100)
+def grad(call: hookkit.Call, *args: Any) -> NoReturn:
+    """Refuse to look at the gradient that a tensor has so far."""
+    raise hookkit.HookError(
+        f"grad of a tensor is not supported inside a program compiled by thunder (at {call.source}): what it is "
+        "then is not known while the program is traced. Ask for it outside the compiled program, or inside a "
+        "torch.autograd.Function, which then runs as one operator."
     )
 
 
