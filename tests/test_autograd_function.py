@@ -979,3 +979,13 @@ def test_the_parameters_of_a_module_given_to_torch_compile_get_gradients():
     found, layer.weight.grad = layer.weight.grad, None
     apply(layer(vector())).sum().backward()
     torch.testing.assert_close(found, layer.weight.grad)
+
+
+def test_a_forward_may_look_at_the_gradient_of_a_parameter():
+    layer = nn.Linear(4, 4, dtype=torch.float64)
+    apply = function(lambda ctx, x: x * (2 if layer.weight.grad is None else 3), lambda ctx, grad: 100 * grad).apply
+    jitted = thunder.jit(lambda x: apply(layer(x)))
+    for factor in (2, 3):
+        found = jitted(vector())
+        torch.testing.assert_close(found, layer(vector()) * factor)
+        found.sum().backward()

@@ -172,6 +172,7 @@ REFUSED = {
     "detach_": lambda x: (x * 2).detach_() * x,
     "ScriptModule": lambda x: SCRIPT_MODULE(x),
     "ScriptMethod": lambda x: SCRIPT_MODULE.forward(x),
+    "grad": lambda x: x * 2 if x.grad is None else x,
     "retain_grad": lambda x: (x * 2).retain_grad() or x,
     "saved_tensors_hooks": lambda x: with_hooks(torch.autograd.graph.saved_tensors_hooks(abs, abs), x),
     "unsqueeze_": lambda x: x.clone().unsqueeze_(0),
