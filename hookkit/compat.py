@@ -31,6 +31,7 @@ __all__ = [
     "graph_is_kept",
     "higher_order_apply_targets",
     "importing_thunder",
+    "is_optimized",
     "nodes_need_owners",
     "realise_graph_module",
 ]
@@ -314,3 +315,8 @@ def active_measures() -> list[str]:
         measures.append(f"{len(higher_order_apply_targets())} callables mean autograd_function_apply")
     measures.append("lazily compiled graph modules are made real before they are interpreted")
     return measures
+
+
+def is_optimized(function: Any) -> bool:
+    """Whether a function is what ``torch.compile`` or ``torch.compiler.disable`` returned; it calls the given one."""
+    return isinstance(function, FunctionType) and "_torchdynamo_orig_callable" in vars(function)

@@ -237,6 +237,8 @@ def _lookaside(stock: Callable[..., Any]) -> Callable[..., Any]:
             answer = None
         if answer is not None:
             return answer
+        if fn is TensorProxy.grad.fget:
+            return lookaside_for(_tensor_grad.__get__, None, args, {}) or stock(fn, *args)
         if operations.iterates(fn):
             return None
         if fn is setattr and operations.is_torch_attribute(*args[:2]):
@@ -273,6 +275,9 @@ def _dispatch(
     if jit_ext._jit_ctx.get(None) is None:  # thunder's interpreter, used by itself
         return stock(compilectx, runtimectx, fn, *args, **kwargs)
     callee, owner = interpreter.unwrap(fn), None
+    if compat.is_optimized(callee):  # Dynamo would compile the interpreter
+        fn = interpreter._interpret_call(getattr, fn, interpreter.wrap_const("_torchdynamo_orig_callable"))
+        return stock(compilectx, runtimectx, fn, *args, **kwargs)
     if callee is _function_apply and args:  # unbound already, by the interpreter's LOAD_METHOD
         owner, args = args[0], args[1:]
         callee = owner.value.apply
@@ -298,6 +303,7 @@ def _of_tensor(taken: Callable[..., Any], tensor: Any, name: Any) -> Any:
     return taken(tensor)
 
 
+_tensor_grad: Any = torch.Tensor.grad
 _function_apply = getattr(torch.autograd.Function.apply, "__func__", object())
 
 

@@ -161,6 +161,8 @@ def test_an_operation_under_thunderfx_is_right(name):
     assert_same(PROGRAMS[name], matrix(), jit=thunderfx)
 
 
+SCRIPT_MODULE = torch.jit.script(torch.nn.ReLU())
+
 REFUSED = {
     "nonzero": lambda x: torch.nonzero(x),
     "masked_select": lambda x: torch.masked_select(x, x > 0),
@@ -168,10 +170,23 @@ REFUSED = {
     "allclose": lambda x: torch.allclose(x, x),
     "resize_": lambda x: x.clone().resize_(2),
     "detach_": lambda x: (x * 2).detach_() * x,
+    "ScriptModule": lambda x: SCRIPT_MODULE(x),
+    "ScriptMethod": lambda x: SCRIPT_MODULE.forward(x),
+    "grad": lambda x: x * 2 if x.grad is None else x,
     "retain_grad": lambda x: (x * 2).retain_grad() or x,
     "saved_tensors_hooks": lambda x: with_hooks(torch.autograd.graph.saved_tensors_hooks(abs, abs), x),
     "unsqueeze_": lambda x: x.clone().unsqueeze_(0),
 }
+
+
+@torch.jit.script
+def scripted(x: torch.Tensor) -> torch.Tensor:
+    return x.sin() * 2
+
+
+@pytest.mark.parametrize("program", [scripted, torch.jit.trace(lambda x: x.sin() * 2, torch.ones(2))])
+def test_a_function_of_torch_jit_is_one_operator(program):
+    assert_same(lambda x: program(x) * 3, matrix())
 
 
 def with_hooks(hooks, x):

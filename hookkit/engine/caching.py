@@ -28,7 +28,19 @@ from hookkit.engine import records
 from hookkit.engine.effects import State
 from hookkit.engine.values import children, is_container
 
-__all__ = ["ARGUMENTS", "STATE", "note_call", "note_read", "note_traced", "read_two", "recall", "remember", "tracing"]
+__all__ = [
+    "ARGUMENTS",
+    "STATE",
+    "drop",
+    "mark",
+    "note_call",
+    "note_read",
+    "note_traced",
+    "read_two",
+    "recall",
+    "remember",
+    "tracing",
+]
 
 # Under these names thunder's record of what a program depends on (``cache_info``) holds them.
 ARGUMENTS = "hookkit_arguments"
@@ -128,6 +140,21 @@ def note_read(callee: Any, args: Iterable[Any]) -> None:
     program = _program.get()
     if program is not None and records.inside_a_call() and callee not in _BLIND:
         program.read.update((id(a), a) for a in args if is_container(a) or type(getattr(a, "__dict__", None)) is dict)
+
+
+def mark() -> tuple[int, int]:
+    """How much has been noted of what traced calls can reach and read."""
+    program = _program.get()
+    return (len(program.traced), len(program.read)) if program is not None else (0, 0)
+
+
+def drop(since: tuple[int, int]) -> None:
+    """Forget what was noted since a mark, of a call that is opaque after all."""
+    program = _program.get()
+    if program is not None:
+        del program.traced[since[0] :]
+        for key in list(program.read)[since[1] :]:
+            del program.read[key]
 
 
 def read_two(stock: Callable[..., Any], inst: Any, /, stack: Any, **kwargs: Any) -> Any:

@@ -244,6 +244,7 @@ def _run(invocation: Invocation, record: records.CallRecord) -> Any:
     everything, outside = _reachable(invocation)
     generators = Generators.now()
     guarded = guards.mark()
+    noted = caching.mark()
     error: BaseException
     try:
         if call.function is not None and call.kwargs:
@@ -265,6 +266,7 @@ def _run(invocation: Invocation, record: records.CallRecord) -> Any:
     outside.restore()
     generators.restore()
     guards.drop_uncheckable(guarded)
+    caching.drop(noted)
     result, reason = opaque.fall_back(invocation, error)
     _untraceable.get()[key] = reason
     record.became("opaque", reason)

@@ -25,6 +25,7 @@ __all__ = [
     "minimum",
     "operations",
     "requires_grad_",
+    "script_function",
 ]
 
 
@@ -34,6 +35,14 @@ def is_unsupported(call: hookkit.Call) -> bool:
 
 
 operations = hookkit.rule(hookkit.where(is_unsupported), mode="opaque", priority=-200, name="operations")
+
+
+def is_scripted(call: hookkit.Call) -> bool:
+    """Whether a function of ``torch.jit`` is called, which thunder cannot look into."""
+    return isinstance(call.callable, torch.jit.ScriptFunction)
+
+
+script_function = hookkit.rule(hookkit.where(is_scripted), mode="opaque", priority=-150, name="script_function")
 
 
 @hookkit.rule(torch.Tensor.requires_grad_, mode="trace", priority=-100)

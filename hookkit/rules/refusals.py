@@ -11,7 +11,16 @@ import torch
 
 import hookkit
 
-__all__ = ["autograd_inside", "detach_", "grad_fn", "reshaping", "retain_grad", "saved_tensors_hooks"]
+__all__ = [
+    "autograd_inside",
+    "detach_",
+    "grad",
+    "grad_fn",
+    "reshaping",
+    "retain_grad",
+    "saved_tensors_hooks",
+    "script_module",
+]
 
 FUNCTIONS = [torch.autograd.grad, torch.autograd.backward, torch.vmap]
 FUNCTIONS += [
@@ -39,6 +48,19 @@ def grad_fn(call: hookkit.Call, *args: Any) -> NoReturn:
     raise hookkit.HookError(
         f"grad_fn of a tensor is not supported inside a program compiled by thunder (at {call.source}): there is no "
         "autograd graph while it is traced. Ask for requires_grad instead."
+    )
+
+
+GRAD: Any = torch.Tensor.grad
+
+
+@hookkit.rule(GRAD.__get__, mode="trace", pass_call=True, priority=-100)
+def grad(call: hookkit.Call, *args: Any) -> NoReturn:
+    """Refuse to look at the gradient that a tensor has so far."""
+    raise hookkit.HookError(
+        f"grad of a tensor is not supported inside a program compiled by thunder (at {call.source}): what it is "
+        "then is not known while the program is traced. Ask for it outside the compiled program, or inside a "
+        "torch.autograd.Function, which then runs as one operator."
     )
 
 
@@ -89,3 +111,18 @@ def saved_tensors_hooks(call: hookkit.Call, self: Any) -> NoReturn:
 def _(call: hookkit.Call, self: Any) -> Any:
     where = isinstance(self, torch.autograd.graph.save_on_cpu)
     return not where or hookkit.decline("where it is kept makes no difference to what is computed")
+
+
+def is_script_module(call: hookkit.Call) -> bool:
+    """Whether a module of ``torch.jit`` is called, or a method of it."""
+    return isinstance(call.callable, (torch.jit.ScriptModule, torch.ScriptMethod))
+
+
+@hookkit.rule(hookkit.where(is_script_module), mode="trace", pass_call=True, priority=-100)
+def script_module(call: hookkit.Call, *args: Any, **kwargs: Any) -> NoReturn:
+    """Refuse to run a module whose parameters cannot be seen."""
+    raise hookkit.HookError(
+        f"{type(call.callable).__name__} of torch.jit is not supported inside a program compiled by thunder (at "
+        f"{call.source}), which cannot look into it for its parameters. Use the module from which it was made, or call "
+        "it outside the compiled program, or inside a torch.autograd.Function."
+    )
