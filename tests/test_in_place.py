@@ -155,3 +155,29 @@ def test_a_leaf_that_is_changed_with_grad_mode_off_is_not_used_without_its_gradi
 
     with pytest.raises(hookkit.HookError, match="mul_ changes a tensor that requires grad in place with grad mode off"):
         thunder.jit(program)(torch.ones(2, requires_grad=True))
+
+
+def test_an_input_that_is_changed_and_handed_on_under_another_name_keeps_its_gradient():
+    def program(x, y):
+        x += y
+        return torch.tanh(x.to(x.dtype)), x.view(2, 2)
+
+    def outcome(function):
+        leaf, other = torch.linspace(-1, 1, 4, requires_grad=True), torch.linspace(0, 1, 4, requires_grad=True)
+        first, second = function(leaf * 2, other)
+        (first.sin().sum() + second.cos().sum()).backward()
+        return first, second, leaf.grad, other.grad
+
+    torch.testing.assert_close(outcome(thunder.jit(program)), outcome(program))
+
+
+@pytest.mark.parametrize("used", ["input", "view"])
+def test_an_input_with_a_view_is_not_changed_without_its_gradient(used):
+    def program(x, y):
+        view = x.view(2, 2)
+        x += y
+        return torch.tanh(x if used == "input" else view)
+
+    leaf = torch.linspace(-1, 1, 4, requires_grad=True)
+    with pytest.raises(hookkit.HookError, match="requires grad and of which there is a view"):
+        thunder.jit(program)(leaf * 2, torch.ones(4))

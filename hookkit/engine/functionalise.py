@@ -19,7 +19,7 @@ from hookkit.engine import gradflow
 from hookkit.engine.gradflow import changes_in_place
 from hookkit.engine.mutation import cuts_gradient, shared_names
 from hookkit.engine.symbols import Composite, called, make_symbol, symbol_name
-from hookkit.errors import UntraceableError
+from hookkit.errors import HookError, UntraceableError
 
 __all__ = ["functionalise", "functionalise_program"]
 
@@ -63,10 +63,12 @@ def functionalise(trace: Any, bsyms: list[Any], *, strict: bool = True) -> tuple
 
     Raises:
         UntraceableError: if something is changed that is not a temporary, or that shares memory.
+        HookError: if an input would lose its gradient.
     """
     if not any(changes_in_place(b) for b in bsyms):
         return bsyms, {}
     roots = _changed_tensors(bsyms)
+    made = {o.name for b in bsyms if b.sym.id not in _UNPACKING for o in b.flat_proxy_outs}
     fixed = _fixed(trace, bsyms, roots, strict)
     watched: dict[str, Any] = {}  # from what an opaque call may keep for its backward to that call's executor
     current: dict[Any, Proxy] = {}
@@ -87,6 +89,17 @@ def functionalise(trace: Any, bsyms: list[Any], *, strict: bool = True) -> tuple
         if obstacle is not None:
             if strict:
                 raise UntraceableError(f"{original.sym.name} changes {target.name} in place, {obstacle}")
+            if (
+                obstacle == SHARES
+                and root == target.name
+                and root not in made
+                and gradflow.requires_grad(trace, target)
+            ):
+                raise HookError(
+                    f"{original.sym.name} changes an input of the compiled program in place that requires grad and of "
+                    f"which there is a view ({original.source_filename}); thunder loses its gradient, eager PyTorch "
+                    "does not. Clone the input first, or take the view after the change."
+                )
             result.append(bsym)
             continue
         *computation, copy = original.subsymbols
@@ -108,6 +121,7 @@ def functionalise(trace: Any, bsyms: list[Any], *, strict: bool = True) -> tuple
     return result, current
 
 
+SHARES = "which shares memory with a view of it"
 _UNPACKING = frozenset({prims.PrimIDs.UNPACK_TRIVIAL})
 
 
@@ -146,8 +160,8 @@ def _changed_tensors(bsyms: list[Any]) -> dict[str, str]:
 def _fixed(trace: Any, bsyms: list[Any], roots: dict[str, str], strict: bool) -> dict[str, str]:
     """By its first name, each tensor whose changes have to stay in place, and why."""
     produced = {o.name for b in bsyms if b.sym.id not in _UNPACKING for o in b.flat_proxy_outs}
-    shared = {roots.get(name, name) for name in shared_names(bsyms)}
-    reasons = dict.fromkeys(shared & set(roots.values()), "which shares memory with a view of it")
+    shared = shared_names(bsyms, roots)
+    reasons = dict.fromkeys(shared & set(roots.values()), SHARES)
     tracked: set[str] = set()
     for bsym in filter(changes_in_place, bsyms):
         root = roots[_target(bsym).name]

@@ -135,9 +135,6 @@ class _Sharing:
     def group(self, name: str) -> set[str]:
         return self._groups.get(name, {name})
 
-    def groups(self) -> list[set[str]]:
-        return list(self._groups.values())
-
     def join(self, a: str, b: str) -> None:
         group = self.group(a) | self.group(b)
         for name in group:
@@ -161,13 +158,32 @@ def _may_view(bsym: Any) -> bool:
     return named or any(bsym.sym in s for s in symbols) or bool(getattr(bsym.sym.meta, "views", ()))
 
 
-def shared_names(bsyms: Any) -> set[str]:
-    """The names of tensors that may share memory with another tensor; an in-place operation's result is its target."""
+def shared_names(bsyms: Any, roots: dict[str, str]) -> set[str]:
+    """The tensors that may share memory with another one when that, or they themselves, are changed in place.
+
+    Args:
+        bsyms: bound symbols, in order.
+        roots: from each name of a tensor that is changed in place to its first.
+    """
     sharing = _Sharing()
+    names: dict[str, list[str]] = {}
+    for name, root in roots.items():
+        names.setdefault(root, []).append(name)
+    shared: set[str] = set()
     for bsym in bsyms:
         if not changes_in_place(bsym):
             _note_sharing(sharing, bsym)
-    return {name for group in sharing.groups() if len(group) > 1 for name in group}
+            continue
+        target = next(a for a in bsym.flat_proxy_args if isinstance(a, TensorProxy)).name
+        group = {target}
+        while len(wider := {n for g in group for m in names.get(roots.get(g, g), [g]) for n in sharing.group(m)}) > len(
+            group
+        ):
+            group = wider
+        tensors = {roots.get(n, n) for n in group}
+        if len(tensors) > 1:
+            shared |= tensors
+    return shared
 
 
 def views_of_arguments(forward: Any, outputs: Any) -> frozenset[str]:
