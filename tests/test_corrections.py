@@ -112,3 +112,16 @@ def test_common_operations_stay_traced(name):
     args = (0.0, 1.0) if name == "clamp" else ()
     jitted = assert_same(lambda x: getattr(torch, name)(x, *args), values(-0.5, 0.25, 2.0))
     assert "opaque" not in str(hookkit.report(jitted))
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda x: torch.sigmoid(x, out=None),
+        lambda x: torch.floor(x, out=None),
+        lambda x: torch.max(x, dim=0, out=None)[0],
+        lambda x: torch.max(x, axis=0)[0],
+    ],
+)
+def test_an_operation_takes_all_the_keywords_that_it_has(program):
+    assert_same(program, values(-0.5, 0.25, 2.0))

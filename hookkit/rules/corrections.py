@@ -147,9 +147,14 @@ def _(call: hookkit.Call, *args: Any, **kwargs: Any) -> bool:
 
 
 @hookkit.rule(both("ceil", "floor"), pass_call=True, priority=PRIORITY)
-def steps(call: hookkit.Call, input: Any) -> Any:
+def steps(call: hookkit.Call, input: Any, *, out: None = None) -> Any:
     """A step function, whose gradient is zero and not None."""
     return call.callable(input), hookkit.save()
+
+
+@steps.when
+def _(call: hookkit.Call, *args: Any, out: Any = None, **kwargs: Any) -> bool:
+    return out is None
 
 
 @steps.backward
@@ -158,7 +163,7 @@ def _(call: hookkit.Call, saved: Any, gradient: Any) -> Any:
 
 
 @hookkit.rule([*both("sigmoid"), F.sigmoid, torch.special.expit], priority=PRIORITY)
-def sigmoid(input: Any) -> Any:
+def sigmoid(input: Any, *, out: None = None) -> Any:
     """With a gradient of zero, not NaN, where exp(-input) overflows (below -88 in float32)."""
     output = torch.sigmoid(input)
     return output, hookkit.save(output=output)
@@ -170,8 +175,8 @@ def _(saved: Any, gradient: Any) -> Any:
 
 
 @sigmoid.when
-def _(input: Any) -> bool:
-    return input.dtype not in (thunder.complex64, thunder.complex128)
+def _(input: Any, *, out: Any = None) -> bool:
+    return out is None and input.dtype not in (thunder.complex64, thunder.complex128)
 
 
 @hookkit.rule(F.glu, priority=PRIORITY)
@@ -243,7 +248,7 @@ def _(call: hookkit.Call, *args: Any, **kwargs: Any) -> bool:
 
 
 @hookkit.rule(both("max"), pass_call=True, priority=PRIORITY)
-def largest(call: hookkit.Call, input: Any, dim: int, keepdim: bool = False) -> Any:
+def largest(call: hookkit.Call, input: Any, dim: int, keepdim: bool = False, *, out: None = None) -> Any:
     """With the whole gradient for the element whose index is returned; thunder shares it among ties."""
     returned = call.callable(input, dim, keepdim)
     return returned, hookkit.save(indices=returned[1], dim=dim, keepdim=keepdim, shape=input.shape)
@@ -259,9 +264,9 @@ def _(call: hookkit.Call, saved: Any, gradients: Any) -> Any:
 
 
 @largest.when
-def _(call: hookkit.Call, input: Any, *args: Any, **kwargs: Any) -> bool:
+def _(call: hookkit.Call, input: Any, *args: Any, out: Any = None, **kwargs: Any) -> bool:
     dim = args[0] if args else kwargs.get("dim")
-    return isinstance(dim, int) and input.ndim > 0
+    return out is None and isinstance(dim, int) and input.ndim > 0
 
 
 # What is left of these: calls that work in place.
