@@ -12,7 +12,7 @@ from hookkit.operators import Operator, operator_of
 
 __all__ = ["Call", "Source"]
 
-Details = Callable[[], tuple[tuple[Any, ...], dict[str, Any], tuple[bool, ...], "Source | None"]]
+Details = Callable[["Call"], tuple[tuple[Any, ...], dict[str, Any], tuple[bool, ...], "Source | None"]]
 
 
 @attrs.frozen
@@ -75,7 +75,7 @@ class Call:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         assert self._details is not None
         details, self._details = self._details, None  # it holds the interpreter's values
-        self.args, self.kwargs, self.needs, self.source = details()
+        self.args, self.kwargs, self.needs, self.source = details(self)
         return getattr(self, name)
 
     @property

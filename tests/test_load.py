@@ -147,3 +147,31 @@ def test_many_programs_in_one_process_stay_right():
             x = torch.linspace(-1, 1, 3, requires_grad=True)
             compiled(x).sum().backward()
             torch.testing.assert_close(x.grad, 100 * index * x.detach())
+
+
+def test_nothing_that_a_program_is_given_waits_for_the_garbage_collector():
+    class Kept(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            y = x.exp()
+            ctx.save_for_backward(y, y[0])
+            return y
+
+        @staticmethod
+        def backward(ctx, grad):
+            y, row = ctx.saved_tensors
+            return 100 * grad * y + row
+
+    jitted = thunder.jit(lambda x: Kept.apply(x))
+    gc.collect()
+    gc.disable()
+    try:
+        references = []
+        for _ in range(3):
+            x = torch.ones(3, 4, requires_grad=True)
+            y = jitted(x)
+            references += [weakref.ref(x), weakref.ref(y)]
+            del x, y
+        assert [r() for r in references] == [None] * 6
+    finally:
+        gc.enable()

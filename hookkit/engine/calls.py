@@ -59,7 +59,7 @@ def lookaside_for(
         return None
     trace = get_jit_ctx().computation_trace
 
-    def details() -> Any:
+    def details(call: Call) -> Any:  # an argument: a closure would hold, in a cycle, what the program was given
         nonlocal args, kwargs
         if function is not None:
             args, kwargs = _positional(owner, args, kwargs)
