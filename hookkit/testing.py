@@ -15,7 +15,7 @@ from hookkit.errors import HookError
 from hookkit.rule import Rule, rule, use
 from hookkit.targets import CallableTarget, FunctionTarget, NameTarget
 
-__all__ = ["Check", "CheckResult", "assert_same", "check_rule"]
+__all__ = ["CHECKS", "Check", "CheckResult", "assert_same", "check_rule", "run_check"]
 
 
 @attrs.frozen
@@ -134,35 +134,14 @@ def check_rule(subject: Any, *args: Any, **kwargs: Any) -> CheckResult:
         ...         return grad * 2
         >>> assert hookkit.testing.check_rule(Double, torch.randn(3, dtype=torch.float64, requires_grad=True))
     """
-    callee = _callee(subject)
-
-    def program(*given: Any) -> Any:
-        return callee(*given, **kwargs)
-
-    scope = use(subject) if isinstance(subject, Rule) else contextlib.nullcontext()
-    checks: list[Check] = []
-    values = list(_fresh(args))
-    if not any(t.requires_grad for t in _tensors(program(*values))) and any(t.requires_grad for t in _tensors(values)):
-        checks.append(_gradcheck(program, args, scope))
-        checks.append(Check("gradients", None, "eager gives none; finite differences alone tell, with float64 tensors"))
-        args = tuple(_without_gradients(args))
-        scope = use(subject) if isinstance(subject, Rule) else contextlib.nullcontext()
-    with scope:
-        checks.append(_compare("output and gradients", program, args))
-        checks.append(_compare("other values", program, _with_other_values(args, 1)))
-        if all(c.name != "finite differences" for c in checks):
-            checks.append(_gradcheck(program, args))
-        checks.append(_every_mask(program, args))
-        checks.append(_each_output_alone(program, args))
-        checks.append(_compare("expanded gradients", program, args, cotangent=_expanded))
-        checks.append(_compare("non-contiguous gradients", program, args, cotangent=_non_contiguous))
-        checks.append(_under("no_grad", program, args, torch.no_grad))
-        checks.append(_under("autocast", program, args, lambda: torch.autocast("cpu", torch.bfloat16)))
-        checks.append(_opaque(subject, program, args))
-        checks.append(_meta(subject, program, args))
-        checks.append(_errors(callee))
+    case = _Case.of(subject, args, kwargs)
     name = subject.name if isinstance(subject, Rule) else subject.__name__
-    return CheckResult(f"check of {name}", tuple(checks))
+    return CheckResult(f"check of {name}", tuple(map(case.run, CHECKS)))
+
+
+def run_check(name: str, subject: Any, *args: Any, **kwargs: Any) -> Check:
+    """Make one check alone, by its name in a :class:`CheckResult`; the arguments are those of :func:`check_rule`."""
+    return _Case.of(subject, args, kwargs).run(name)
 
 
 def _callee(subject: Any) -> Callable[..., Any]:
@@ -184,41 +163,94 @@ def _callee(subject: Any) -> Callable[..., Any]:
 # ------------------------------------------------------------------------------------------------------- the checks
 
 
-def _compare(name: str, program: Callable[..., Any], args: Sequence[Any], cotangent: Cotangent | None = None) -> Check:
-    return _attempt(
-        name,
-        lambda: _difference(_observe(program, args, cotangent), _observe(thunder.jit(program), args, cotangent)),
-    )
+class _DoesNotApply(Exception):
+    """A check says nothing of these arguments; the message says why."""
 
 
-def _attempt(name: str, compare: Callable[[], str | None]) -> Check:
-    """Run a comparison; an exception is a failed check."""
-    try:
-        difference = compare()
-    except Exception as error:
-        return Check(name, False, f"{type(error).__name__}: {_first_line(error)}")
-    return Check(name, difference is None, difference or "")
+@attrs.frozen
+class _Case:
+    """What is checked.
+
+    Attributes:
+        subject: the rule or Function.
+        callee: what it stands for.
+        program: calls it; takes the arguments by position, those with keywords last.
+        given: the arguments.
+        args: those that are compared with eager PyTorch; none requires grad if eager gives no gradients.
+    """
+
+    subject: Any
+    callee: Callable[..., Any]
+    program: Callable[..., Any]
+    given: Sequence[Any]
+    args: Sequence[Any]
+
+    @classmethod
+    def of(cls, subject: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> _Case:
+        callee, positional = _callee(subject), len(args)
+
+        def program(*given: Any) -> Any:
+            return callee(*given[:positional], **dict(zip(kwargs, given[positional:], strict=True)))
+
+        args = [*args, *kwargs.values()]
+        values = list(_fresh(args))
+        eager_gives_gradients = any(t.requires_grad for t in _tensors(program(*values)))
+        compared = args if eager_gives_gradients else list(_without_gradients(args))
+        return cls(subject, callee, program, args, compared)
+
+    @property
+    def rule(self) -> Rule | None:
+        return self.subject if isinstance(self.subject, Rule) else None
+
+    def run(self, name: str) -> Check:
+        """Make one of the ``CHECKS``; an exception is a failed check."""
+        try:
+            with use(self.rule) if self.rule else contextlib.nullcontext():
+                difference = CHECKS[name](self)
+        except _DoesNotApply as reason:
+            return Check(name, None, str(reason))
+        except Exception as error:
+            return Check(name, False, f"{type(error).__name__}: {_first_line(error)}")
+        return Check(name, difference is None, difference or "")
+
+    def has_gradients(self) -> bool:
+        """Whether there is a backward for some floating-point argument."""
+        if self.rule is None and self.subject.backward is torch.autograd.Function.backward:
+            return False
+        given = list(_fresh(self.given))
+        inputs = [t.requires_grad_() for t in _tensors(given) if t.is_floating_point() or t.is_complex()]
+        has_backward = self.rule is not None and self.rule.backward_provider is not None
+        return bool(inputs) and (has_backward or any(t.requires_grad for t in _tensors(self.program(*given))))
+
+    def compare(self, args: Sequence[Any], cotangent: Cotangent | None = None) -> str | None:
+        return _difference(
+            _observe(self.program, args, cotangent), _observe(thunder.jit(self.program), args, cotangent)
+        )
 
 
-def _gradcheck(program: Callable[..., Any], args: Sequence[Any], scope: Any = None) -> Check:
-    name = "finite differences"
-    tracked = [a for a in _tensors(args) if a.requires_grad]
+def _inputs(case: _Case) -> str | None:
+    """Whether there are gradients to compare, where there could be."""
+    if any(t.requires_grad for t in _tensors(case.given)):
+        return None
+    if not case.has_gradients():
+        raise _DoesNotApply("it has no gradient")
+    return "no argument requires grad, so that no gradient is compared: pass tensors with requires_grad=True"
+
+
+def _gradcheck(case: _Case) -> str | None:
+    tracked = [a for a in _tensors(case.given) if a.requires_grad]
     if not tracked or any(a.dtype not in (torch.float64, torch.complex128) for a in tracked):
-        return Check(name, None, "needs float64 tensors that require grad")
-    jitted = thunder.jit(program)
+        raise _DoesNotApply("needs float64 tensors that require grad")
+    jitted = thunder.jit(case.program)
 
     def differentiable(*given: Any) -> tuple[torch.Tensor, ...]:
         return tuple(t for t in _tensors(jitted(*given)) if t.requires_grad)
 
-    def compare() -> str | None:
-        try:
-            torch.autograd.gradcheck(differentiable, tuple(_fresh(args)), check_undefined_grad=False)
-        except RuntimeError as error:  # torch's GradcheckError among them
-            return _first_line(error)
-        return None
-
-    with scope or contextlib.nullcontext():
-        return _attempt(name, compare)
+    try:
+        torch.autograd.gradcheck(differentiable, tuple(_fresh(case.given)), check_undefined_grad=False)
+    except RuntimeError as error:  # torch's GradcheckError among them
+        return _first_line(error)
+    return None
 
 
 def _without_gradients(args: Sequence[Any]) -> Iterator[Any]:
@@ -228,101 +260,97 @@ def _without_gradients(args: Sequence[Any]) -> Iterator[Any]:
         yield value
 
 
-def _every_mask(program: Callable[..., Any], args: Sequence[Any]) -> Check:
-    name = "every choice of inputs that need a gradient"
-    places = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and a.requires_grad]
+def _every_mask(case: _Case) -> str | None:
+    places = [i for i, a in enumerate(case.args) if isinstance(a, torch.Tensor) and a.requires_grad]
     if len(places) < 2:
-        return Check(name, None, "needs two tensors that require grad")
-
-    def compare() -> str | None:
-        for mask in itertools.product((True, False), repeat=len(places)):
-            given = list(_fresh(args))
-            for place, needed in zip(places, mask, strict=True):
-                given[place] = given[place].detach().requires_grad_(needed)
-            difference = _difference(_observe(program, given), _observe(thunder.jit(program), given))
-            if difference:
-                return f"for {dict(zip(places, mask, strict=True))}: {difference}"
-        return None
-
-    return _attempt(name, compare)
+        raise _DoesNotApply("needs two tensors that require grad")
+    for mask in itertools.product((True, False), repeat=len(places)):
+        given = list(_fresh(case.args))
+        for place, needed in zip(places, mask, strict=True):
+            given[place] = given[place].detach().requires_grad_(needed)
+        difference = case.compare(given)
+        if difference:
+            return f"for {dict(zip(places, mask, strict=True))}: {difference}"
+    return None
 
 
-def _each_output_alone(program: Callable[..., Any], args: Sequence[Any]) -> Check:
-    name = "each output alone"
-    count = sum(t.requires_grad for t in _tensors(program(*_fresh(args))))
+def _each_output_alone(case: _Case) -> str | None:
+    count = sum(t.requires_grad for t in _tensors(case.program(*_fresh(case.args))))
     if count < 2:
-        return Check(name, None, "needs two outputs that require grad")
-
-    def compare() -> str | None:
-        for used in range(count):
-            eager = _observe(program, args, used=used)
-            difference = _difference(eager, _observe(thunder.jit(program), args, used=used))
-            if difference:
-                return f"output {used} alone: {difference}"
-        return None
-
-    return _attempt(name, compare)
+        raise _DoesNotApply("needs two outputs that require grad")
+    for used in range(count):
+        eager = _observe(case.program, case.args, used=used)
+        difference = _difference(eager, _observe(thunder.jit(case.program), case.args, used=used))
+        if difference:
+            return f"output {used} alone: {difference}"
+    return None
 
 
-def _under(name: str, program: Callable[..., Any], args: Sequence[Any], context: Callable[[], Any]) -> Check:
-    def inside(*given: Any) -> Any:
-        with context():
-            return program(*given)
+def _under(case: _Case, context: Callable[[], Any]) -> str | None:
+    jitted = thunder.jit(case.program)
 
-    def compare() -> str | None:
-        jitted = thunder.jit(program)
-
-        def outside(*given: Any) -> Any:
+    def inside(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any) -> Any:
             with context():
-                return jitted(*given)
+                return function(*given)
 
-        return _difference(_observe(inside, args), _observe(outside, args))
+        return call
 
-    return _attempt(name, compare)
+    return _difference(_observe(inside(case.program), case.args), _observe(inside(jitted), case.args))
 
 
-def _opaque(subject: Any, program: Callable[..., Any], args: Sequence[Any]) -> Check:
-    name = "opaque"
-    if not isinstance(subject, Rule):
-        opaque = rule(subject, mode="opaque", register=False)
-    elif subject.mode == "opaque" or subject.forward is None:
-        return Check(name, None, "the rule is opaque")
+def _opaque(case: _Case) -> str | None:
+    if case.rule is None:
+        opaque = rule(case.subject, mode="opaque", register=False)
+    elif case.rule.mode == "opaque" or case.rule.forward is None:
+        raise _DoesNotApply("the rule is opaque")
     else:
-        opaque = subject.as_opaque()
-
-    def compare() -> str | None:
-        without = [subject] if isinstance(subject, Rule) else []
-        with use(opaque, without=without):
-            return _difference(_observe(program, args), _observe(thunder.jit(program), args))
-
-    return _attempt(name, compare)
+        opaque = case.rule.as_opaque()
+    with use(opaque, without=[case.rule] if case.rule else []):
+        return case.compare(case.args)
 
 
-def _meta(subject: Any, program: Callable[..., Any], args: Sequence[Any]) -> Check:
-    name = "meta function"
-    if not isinstance(subject, Rule) or subject.meta_provider is None:
-        return Check(name, None, "there is none")
-    opaque = subject.as_opaque()
-
-    def compare() -> str | None:
-        with use(opaque, without=[subject]):
-            thunder.jit(program)(*_fresh(args))  # a MetaError says what differs
-        return None
-
-    return _attempt(name, compare)
+def _meta(case: _Case) -> str | None:
+    if case.rule is None or case.rule.meta_provider is None:
+        raise _DoesNotApply("there is none")
+    with use(case.rule.as_opaque(), without=[case.rule]):
+        thunder.jit(case.program)(*_fresh(case.args))  # a MetaError says what differs
+    return None
 
 
-def _errors(callee: Callable[..., Any]) -> Check:
-    name = "a call that cannot be bound"
-
+def _errors(case: _Case) -> str | None:
     def misuse() -> Any:
-        return callee(no_such_argument=1)
+        return case.callee(no_such_argument=1)
 
-    def compare() -> str | None:
-        eager, jitted = _raised(misuse), _raised(thunder.jit(misuse))
-        return None if eager is jitted else f"eager raises {_name(eager)}, compiled {_name(jitted)}"
+    def caught() -> str:
+        try:
+            misuse()
+        except Exception as error:
+            return type(error).__name__
+        return "nothing"
 
-    return _attempt(name, compare)
+    eager, jitted = _raised(misuse), _raised(thunder.jit(misuse))
+    if eager is not jitted:
+        return f"eager raises {_name(eager)}, compiled {_name(jitted)}"
+    seen = thunder.jit(caught)()
+    return None if seen == _name(eager) else f"the program catches {_name(eager)} eagerly, compiled {seen}"
+
+
+CHECKS: dict[str, Callable[[_Case], str | None]] = {
+    "inputs that require grad": _inputs,
+    "output and gradients": lambda case: case.compare(case.args),
+    "other values": lambda case: case.compare(_with_other_values(case.args, 1)),
+    "finite differences": _gradcheck,
+    "every choice of inputs that need a gradient": _every_mask,
+    "each output alone": _each_output_alone,
+    "expanded gradients": lambda case: case.compare(case.args, _expanded),
+    "non-contiguous gradients": lambda case: case.compare(case.args, _non_contiguous),
+    "no_grad": lambda case: _under(case, torch.no_grad),
+    "autocast": lambda case: _under(case, lambda: torch.autocast("cpu", torch.bfloat16)),
+    "opaque": _opaque,
+    "meta function": _meta,
+    "a call that cannot be bound": _errors,
+}
 
 
 def _raised(function: Callable[[], Any]) -> type[BaseException] | None:

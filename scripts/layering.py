@@ -20,6 +20,7 @@ ORDER = [
     ["rules/"],
     ["__main__.py"],
     ["__init__.py"],
+    ["pytest_plugin.py"],
     ["testing.py"],
     ["reporting.py"],
     ["plugin.py"],

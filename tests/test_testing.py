@@ -117,3 +117,76 @@ def test_what_cannot_be_called_is_refused():
     predicate = hookkit.rule(hookkit.where(lambda call: False), mode="opaque", register=False)
     with pytest.raises(hookkit.HookError, match="check_rule takes"):
         hookkit.testing.check_rule(predicate, torch.ones(3))
+
+
+def test_arguments_that_need_no_gradient_do_not_pass_for_a_test_of_the_backward():
+    class Wrong(Cube):
+        @staticmethod
+        def backward(ctx, g, h):
+            x, y = ctx.saved_tensors
+            return 300 * g * x * x * y + h, g * x**3 + h
+
+    result = hookkit.testing.check_rule(Wrong, *(t.detach() for t in inputs()))
+    assert [c.name for c in result.checks if c.passed is False] == ["inputs that require grad"]
+
+
+def test_what_has_no_gradient_needs_no_input_that_requires_grad():
+    rule = hookkit.rule(torch.sign, mode="opaque", register=False)
+    assert hookkit.testing.check_rule(hookkit.rule(torch.isnan, mode="opaque", register=False), torch.randn(3))
+    assert not hookkit.testing.check_rule(rule, torch.randn(3))
+
+
+RULE_TESTS = """
+import hookkit
+import pytest
+import torch
+
+
+def double(x):
+    return x * 2
+
+
+@hookkit.rule(double, register=False)
+def right(x):
+    return x * 2, hookkit.save()
+
+
+@hookkit.rule(double, register=False)
+def wrong(x):
+    return x * 2, hookkit.save()
+
+
+right.backward(lambda saved, gradient: {"x": gradient * 2})
+wrong.backward(lambda saved, gradient: {"x": gradient * 3})
+x = torch.ones(3, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.check_rule(right, x)
+def test_right(): ...
+
+
+@pytest.mark.check_rule(wrong, x=x)
+def test_wrong(): ...
+
+
+def test_of_another_kind():
+    assert double(1) == 2
+"""
+
+
+def test_the_marker_makes_a_test_for_each_check(pytester):
+    pytester.makeconftest('pytest_plugins = ["hookkit.pytest_plugin"]')
+    pytester.makepyfile(RULE_TESTS)
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-v", "-rs")
+    result.stdout.fnmatch_lines_random(
+        [
+            "*::test_right[[]output and gradients] PASSED*",
+            "*::test_right[[]meta function] SKIPPED*",
+            "SKIPPED*: there is none",
+            "*::test_wrong[[]finite differences] FAILED*",
+            "finite differences: Jacobian mismatch*",
+            "*::test_wrong[[]a call that cannot be bound] PASSED*",
+            "*::test_of_another_kind PASSED*",
+        ]
+    )
+    result.assert_outcomes(passed=14, skipped=6, failed=7)
