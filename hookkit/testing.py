@@ -98,7 +98,8 @@ def assert_same(
     compiled = jit(function)
     for call in range(calls):
         given = _with_other_values(args, call)
-        difference = _difference(_observe(reference or function, given), _observe(compiled, given))
+        expected = _observe(reference or function, given)
+        difference = _difference(expected, _observe(compiled, given, module=function))
         assert difference is None, f"call {call + 1}: {difference}"
     return compiled
 
@@ -369,8 +370,13 @@ def _name(kind: type[BaseException] | None) -> str:
 
 
 def _observe(
-    function: Callable[..., Any], args: Sequence[Any], cotangent: Cotangent | None = None, used: int | None = None
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    cotangent: Cotangent | None = None,
+    used: int | None = None,
+    module: Any = None,
 ) -> Observation:
+    """Call a program and take gradients; also those of its parameters, if it, or the module that it is made of, has any."""
     given = list(_fresh(args))
     output = function(*given)
     roots = [t for t in _tensors(output) if t.requires_grad]
@@ -378,7 +384,8 @@ def _observe(
         roots = roots[used : used + 1]
     if roots:
         torch.autograd.backward(roots, [(cotangent or _uneven)(r) for r in roots])
-    parameters = list(function.parameters()) if isinstance(function, torch.nn.Module) else []
+    module = function if module is None else module
+    parameters = list(module.parameters()) if isinstance(module, torch.nn.Module) else []
     leaves = [t for t in _tensors(given) if t.is_leaf and t.requires_grad] + parameters
     gradients = [None if t.grad is None else t.grad.detach().clone() for t in leaves]
     for parameter in parameters:

@@ -260,6 +260,26 @@ def test_a_write_through_a_view_is_not_lost_where_dynamo_leaves_a_forward_in_pie
     assert_same(function(forward, lambda ctx, grad: 100 * grad).apply, vector(), jit=thunderfx)
 
 
+@pytest.mark.parametrize("gradient", [lambda ctx, grad: None, lambda ctx, grad: torch.full((4,), 7.0)])
+def test_a_backward_that_reads_nothing_under_thunderfx(gradient):
+    torch._dynamo.reset()
+    f = function(lambda ctx, x: x * 2, gradient)
+    assert_same(lambda x: (f.apply(x), x, x.detach() * 2), vector(), jit=thunderfx)
+
+
+def test_what_is_not_used_has_no_gradient_under_thunderfx():
+    torch._dynamo.reset()
+    f = function(lambda ctx, x: x * 2, lambda ctx, grad: 100 * grad)
+
+    def program(x, y):
+        return f.apply(x), y * 3
+
+    jitted = thunderfx(program)
+    for used in (0, 1, None):
+        inputs = vector(), vector()
+        assert_equal(gradients(jitted, *inputs, used=used), gradients(program, *inputs, used=used))
+
+
 def test_what_is_not_used_is_known_though_the_first_output_is_an_input():
     f = function(lambda ctx, x: x * 2, lambda ctx, grad: 100 * grad + 7)
 

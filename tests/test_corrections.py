@@ -6,6 +6,7 @@ import pytest
 import thunder
 import torch
 import torch.nn.functional as F
+from thunder.dynamo import thunderfx
 
 import hookkit
 from hookkit.rules import corrections
@@ -42,6 +43,7 @@ def in_place(method, *given):
 INDEX = torch.tensor([0, 2])
 TARGET = torch.tensor([0, 2, 1])
 FLOAT = torch.float32
+NEAR_ONE = [0.3 * i - 1.7 for i in range(12)]
 
 CASES = {
     "relu of NaN": (torch.relu, values(math.nan, 1.0, -1.0)),
@@ -85,6 +87,16 @@ CASES = {
     "prod with a zero": (lambda x: torch.prod(x, 0), values(0.0, 2.0, 3.0)),
     "normalize of zeros": (lambda x: F.normalize(x, dim=0), values(0.0, 0.0)),
     "zero_": (zeroed, values(1.0, 2.0)),
+    "tanh in bfloat16": (torch.tanh, values(*NEAR_ONE, dtype=torch.bfloat16)),
+    "F.softmax in bfloat16": (lambda x: F.softmax(x, 0), values(*NEAR_ONE, dtype=torch.bfloat16)),
+    "the method softmax in float16": (lambda x: x.softmax(dim=-1), values(*NEAR_ONE, dtype=torch.float16)),
+    "frexp of a scalar": (lambda x: torch.frexp(x)[0], torch.tensor(1.5, dtype=torch.bfloat16, requires_grad=True)),
+    "the sum of cross_entropy": (
+        lambda x: F.cross_entropy(x.reshape(3, 3), TARGET, reduction="sum"),
+        values(*range(9), dtype=FLOAT),
+    ),
+    "masked_fill of booleans": (lambda b: b.masked_fill(b, 1), torch.tensor([True, False])),
+    "max of booleans": (lambda b: torch.max(b, 0), torch.tensor([[True, False], [False, False]])),
     "div to integers by zero": (
         lambda x, y: torch.div(x, y, rounding_mode="floor"),
         values(1.0, 2.0),
@@ -99,6 +111,13 @@ def test_an_operation_is_right_with_the_rules_and_wrong_without(name):
     with hookkit.use(without=RULES), pytest.raises((AssertionError, AttributeError, RuntimeError, TypeError)):
         assert_same(program, *inputs, calls=1)
     assert_same(program, *inputs, calls=1)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_operation_is_right_under_thunderfx(name):
+    program, *inputs = CASES[name]
+    torch._dynamo.reset()
+    assert_same(program, *inputs, jit=thunderfx)
 
 
 def test_the_gradient_of_bernoulli_is_zeros():

@@ -3,8 +3,10 @@
 import pytest
 import thunder
 import torch
+import torch.nn.functional as F
 from thunder.dynamo import thunderfx
 from torch.autograd import Function
+from torch.utils.checkpoint import checkpoint
 
 import hookkit
 from hookkit.testing import assert_same
@@ -209,3 +211,53 @@ def test_the_error_of_an_operation_that_refuses_its_arguments_is_pytorchs():
         program(matrix())
     with pytest.raises(type(eager.value), match="must be batches of square matrices"):
         thunder.jit(program)(matrix())
+
+
+COMPLEX = {
+    "x * 1j": lambda x: x * 1j,
+    "to": lambda x: x.to(torch.complex128) * (1 + 2j),
+    "complex": lambda x: torch.complex(x, x * 2) ** 2,
+    "matmul": lambda x: (x * (1 - 2j)) @ (x * 1j),
+    "exp, abs and angle": lambda x: (x * 1j).exp().abs() * (x + 1j).angle(),
+    "1 / z": lambda x: 1 / (x + 1j),
+    "real and imag": lambda x: (x * (2 - 1j)).real * (x * (2 - 1j)).imag,
+    "fft": lambda x: torch.fft.irfft(torch.fft.rfft(x) * (1 + 1j)),
+    "in place": lambda x: (x * 1j).mul_(x + 1j).add_(1),
+    "cat and sum": lambda x: torch.cat([x * 1j, x + 1j]).sum(0),
+    "linear": lambda x: F.linear(x * 1j, x + 1j),
+    "checkpoint": lambda x: checkpoint(lambda z: z * z, x * 1j, use_reentrant=False),
+    "recompute": lambda x: hookkit.recompute(lambda z: z * z, x * 1j),
+    "no gradient": lambda x: x.detach() * 1j,
+}
+
+
+@pytest.mark.parametrize("name", COMPLEX)
+@pytest.mark.parametrize("jit", [thunder.jit, thunderfx], ids=["jit", "thunderfx"])
+def test_gradients_of_complex_numbers_are_conjugated(name, jit):
+    torch._dynamo.reset()
+    assert_same(COMPLEX[name], matrix(), jit=jit)
+
+
+def test_a_function_of_complex_numbers_beside_operations_on_them():
+    class Product(Function):
+        @staticmethod
+        def forward(ctx, z, w):
+            ctx.save_for_backward(z, w)
+            return z * w
+
+        @staticmethod
+        def backward(ctx, gradient):
+            z, w = ctx.saved_tensors
+            return 10 * gradient * w.conj(), 100 * gradient * z.conj()
+
+    assert_same(lambda x: Product.apply(x * 1j, x + 2j) * (x - 1j), matrix())
+
+
+def test_an_input_with_a_history_of_its_own_keeps_it():
+    """The backward of an opaque call ends at the program's inputs; PyTorch goes on from there, once."""
+    gradients = []
+    for program in (torch.linalg.det, thunder.jit(torch.linalg.det)):
+        x = matrix()
+        program(x * x).backward()
+        gradients.append(x.grad)
+    torch.testing.assert_close(gradients[1], gradients[0])

@@ -21,7 +21,7 @@ _NODES = (ThunderFunction, ThunderOutputFunction)
 
 
 class Functions(str):
-    """The names of the calls that hookkit took over in a program; travels with what the forward saves.
+    """The names of the calls that hookkit took over in a program, if any; travels with what the forward saves.
 
     Attributes:
         reach: for each argument of the program to which of its outputs it leads; empty if that does not matter.
@@ -47,6 +47,7 @@ def connect(stock: Callable[..., Any], **connection: Any) -> Any:
     of_this_call = Functions(names)
     of_this_call.reach, of_this_call.undefined = names.reach, undefined
     connection["saved_other"] = tuple(of_this_call if o is names else o for o in others)
+    connection["is_differentiable_outputs"] = None  # thunderfx states it for all; `flat_output` has those that are
     stock(**connection)
     # an input that the program returns keeps the node that it has
     nodes = (o.grad_fn for o in connection["flat_output"] if isinstance(o, torch.Tensor))
@@ -78,7 +79,7 @@ def backward(stock: Callable[..., Any], ctx: Any, *gradients: Any) -> Any:
             leading = len(result) - len(names.reach)
             kept = [None if reach.none_used(r) else g for r, g in zip(names.reach, result[leading:], strict=True)]
             result = (*result[:leading], *kept)
-    if not torch.is_grad_enabled():
+    if not names or not torch.is_grad_enabled():
         return result
     message = (
         f"the second derivative through {names} is not supported in a program compiled by thunder, which is "

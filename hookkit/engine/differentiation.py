@@ -180,8 +180,7 @@ def split(stock: Callable[..., Any], joint: Any) -> tuple[Any, Any]:
     outputs = values["fw_flat_out"]
     differentiable = _notes.differentiable.pop(get_compile_data(), None)
     flat, _ = tree_flatten_with_dataclass(outputs)
-    keep_all = get_compile_option("is_differentiable_outputs", "which outputs are differentiable") is not None
-    if differentiable is None or keep_all or len(flat) != len(outputs) or len(flat) != len(differentiable):
+    if differentiable is None or len(flat) != len(outputs) or len(flat) != len(differentiable):
         return stock(joint)  # type: ignore[no-any-return]
     read = {a.name for b in joint.bound_symbols if BoundSymbolTag.BACKWARD in b.tags for a in b.flat_proxy_args}
     residuals = {
@@ -206,9 +205,10 @@ def split(stock: Callable[..., Any], joint: Any) -> tuple[Any, Any]:
     if not kept:
         return forward, None
     names = _functions(joint)
-    if names:
+    stated = get_compile_option("is_differentiable_outputs", "which outputs are differentiable") is not None
+    if names or stated:
         _save_names(forward, names, _notes.reach.pop(get_compile_data(), []))
-    _take_cotangents(backward, kept, extra=bool(names))
+    _take_cotangents(backward, kept, extra=bool(names) or stated)
     return forward, backward
 
 

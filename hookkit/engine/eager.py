@@ -284,7 +284,9 @@ def run_eagerly(
         anchor = None
         if entered:
             anchor = torch.empty((), requires_grad=True)
-            aliases = _Entry.apply(sink, anchor, *(prepared[i] for i in entered))  # type: ignore[no-untyped-call]
+            # detached, or the engine would go on into the graph that the program's inputs come from
+            detached = [prepared[i].detach() for i in entered]
+            aliases = _Entry.apply(sink, anchor, *detached)  # type: ignore[no-untyped-call]
             for index, alias in zip(entered, aliases, strict=True):
                 prepared[index] = alias
     versions = [v._version if _has_version(v) else None for v in prepared]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from thunder.core import jit_ext
 from thunder.core.compile_data import get_compile_data
+from thunder.core.dtypes import is_complex_dtype
 from thunder.core.interpreter import INTERPRETER_SIGNALS, get_interpreterruntimectx, unwrap, wrap_const
 from thunder.core.proxies import ProxyTag, TensorProxy
 from thunder.core.transforms import _get_gradfn_and_executor, augmented_forward_impls, is_constant_for_vjp
@@ -40,6 +41,7 @@ _PYTHON_FUNCTIONS = {
     for name, function in vars(module).items()
     if isinstance(function, types.FunctionType) and function in _AUTOMATIC.union(_torch_to_thunder_function_map)
 }
+_PYTHON_METHODS = {f: name for name, f in vars(torch.Tensor).items() if isinstance(f, types.FunctionType)}
 _ITERATORS = frozenset(v for v in vars(itertools).values() if isinstance(v, type))
 _MODULES = frozenset({"torch._C._nn", "torch._C._linalg", "torch._C._fft", "torch._C._special"})
 
@@ -110,10 +112,11 @@ def or_opaque(stock: Any, callee: Any) -> Any:
         error = runtime.curexc
         if result is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
             reason = f"{type(error).__name__}: {error}"
-        elif _lacks_gradient(trace, scope[recorded:]):
-            reason = f"thunder does not know the gradient of {name}"
         else:
-            return _named(name, result)
+            lacks = _lacks_gradient(trace, scope[recorded:])
+            if lacks is None:
+                return _named(name, result)
+            reason = f"{lacks} {name}"
         taken = lookaside_for(callee, None, args, kwargs, unsupported=reason)
         if taken is None:
             return result
@@ -126,19 +129,26 @@ def or_opaque(stock: Any, callee: Any) -> Any:
     return operation
 
 
-def _lacks_gradient(trace: Any, bsyms: list[Any]) -> bool:
-    """Whether recorded operations need a gradient that thunder does not know.
+def _lacks_gradient(trace: Any, bsyms: list[Any]) -> str | None:
+    """What is wrong if recorded operations need a gradient that thunder does not know.
 
     Where they need none the results are marked: thunder would look for the gradient all the same.
     """
-    if not any(map(_is_without_gradient, bsyms)):
-        return False
+    without, is_complex = any(map(_is_without_gradient, bsyms)), any(map(_is_complex, bsyms))
+    if not without and not is_complex:
+        return None
     if any(gradflow.requires_grad(trace, a) for b in bsyms for a in b.flat_proxy_args):
-        return True
-    for bsym in bsyms:
+        return "thunder does not know the gradient of" if without else "thunder does not conjugate in the gradient of"
+    for bsym in bsyms if without else ():
         for out in bsym.flat_proxy_outs:
             out.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
-    return False
+    return None
+
+
+def _is_complex(bsym: Any) -> bool:
+    """Whether complex numbers are computed with; thunder's gradients are those for real ones."""
+    proxies = (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)
+    return any(isinstance(p, TensorProxy) and is_complex_dtype(p.dtype) for p in proxies)
 
 
 def _is_without_gradient(bsym: Any) -> bool:
@@ -200,8 +210,7 @@ def _operation_name(callee: Any) -> str | None:
     if is_attribute(callee):
         return str(callee.__self__.__name__)
     if isinstance(callee, types.FunctionType):
-        is_method = getattr(torch.Tensor, callee.__name__, None) is callee
-        return callee.__name__ if is_method else _PYTHON_FUNCTIONS.get(callee)
+        return _PYTHON_FUNCTIONS.get(callee) or _PYTHON_METHODS.get(callee)
     if isinstance(callee, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return str(callee)
     return None

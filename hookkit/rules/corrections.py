@@ -18,6 +18,7 @@ __all__ = [
     "celu",
     "clamp",
     "clamp_to_tensors",
+    "cross_entropy",
     "differentiated_by_pytorch",
     "elu",
     "glu",
@@ -26,13 +27,16 @@ __all__ = [
     "largest",
     "mish",
     "nll_loss",
+    "of_booleans",
     "relu",
     "rounding",
     "run_by_pytorch",
     "selu",
     "sigmoid",
+    "softmax",
     "split",
     "steps",
+    "tanh",
     "unbiased",
 ]
 
@@ -52,6 +56,15 @@ def both(*names: str) -> list[Any]:
 run_by_pytorch = hookkit.rule(
     [torch.Tensor.unfold, *both("take_along_dim")], mode="opaque", priority=PRIORITY, name="run_by_pytorch"
 )
+
+of_booleans = hookkit.rule(both("masked_fill", "max"), mode="opaque", priority=PRIORITY + 1, name="of_booleans")
+
+
+@of_booleans.when
+def _(input: Any, *args: Any, **kwargs: Any) -> bool:
+    """Which thunder makes integers of, or looks for the place of the largest of and fails."""
+    return input.dtype == thunder.bool8
+
 
 instance_norm = hookkit.rule(F.instance_norm, mode="opaque", priority=PRIORITY)
 
@@ -102,6 +115,25 @@ def nll_loss(
     return F.nll_loss(input, target, weight, size_average, ignore_index, reduce, reduction)
 
 
+cross_entropy = hookkit.rule(F.cross_entropy, mode="opaque", pass_call=True, priority=PRIORITY)
+
+
+@cross_entropy.when
+def _(
+    call: hookkit.Call,
+    input: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> bool:
+    """A sum, whose backward fails under thunder in every dtype but float64."""
+    return any(call.needs) and reduction == "sum"
+
+
 @hookkit.rule([*both("relu"), F.relu], priority=PRIORITY)
 def relu(input: Any, inplace: bool = False) -> Any:
     """NaN stays NaN; thunder makes it zero."""
@@ -111,10 +143,10 @@ def relu(input: Any, inplace: bool = False) -> Any:
 # ---------------------------------------------------------------------------------------- gradients, by PyTorch itself
 
 # thunder has None for the last tensor of copysign and index_put, and for bernoulli and zero_, whose gradients are 0.
-# NaN at zeros: atan2, normalize, pow of two tensors, prod. NaN from infinities: prelu.
+# NaN at zeros: atan2, normalize, pow of two tensors, prod. NaN from infinities: prelu. Of another dtype: frexp.
 differentiated_by_pytorch = hookkit.rule(
     [
-        *both("atan2", "bernoulli", "copysign", "index_put", "pow", "prelu", "prod"),
+        *both("atan2", "bernoulli", "copysign", "frexp", "index_put", "pow", "prelu", "prod"),
         *both("atan2_", "bernoulli_", "ceil_", "clamp_", "copysign_", "floor_", "index_put_", "pow_", "zero_"),
         *(F.normalize, F.prelu, torch.Tensor.__pow__, torch.Tensor.__rpow__),
     ],
@@ -177,6 +209,51 @@ def _(saved: Any, gradient: Any) -> Any:
 @sigmoid.when
 def _(input: Any, *, out: Any = None) -> bool:
     return out is None and input.dtype not in (thunder.complex64, thunder.complex128)
+
+
+# In bfloat16 and float16 thunder rounds after each step of these gradients, and PyTorch once, at the end.
+
+
+def is_short(dtype: Any) -> bool:
+    """Whether a dtype has half the bits of float32."""
+    return dtype in (thunder.bfloat16, thunder.float16)
+
+
+@hookkit.rule([*both("tanh"), F.tanh], priority=PRIORITY)
+def tanh(input: Any, *, out: None = None) -> Any:
+    """With a gradient that is computed in float32."""
+    output = torch.tanh(input)
+    return output, hookkit.save(output=output)
+
+
+@tanh.backward
+def _(saved: Any, gradient: Any) -> Any:
+    output = saved.output.float()
+    return {"input": (gradient.float() * (1 - output * output)).to(gradient.dtype)}
+
+
+@tanh.when
+def _(input: Any, *, out: Any = None) -> bool:
+    return out is None and is_short(input.dtype)
+
+
+@hookkit.rule([*both("softmax"), F.softmax], pass_call=True, priority=PRIORITY)
+def softmax(call: hookkit.Call, input: Any, dim: Any = None, *args: Any, **options: Any) -> Any:
+    """With a gradient that is computed in float32."""
+    output = call.callable(input, dim)
+    return output, hookkit.save(output=output, dim=dim)
+
+
+@softmax.backward
+def _(call: hookkit.Call, saved: Any, gradient: Any) -> Any:
+    output, gradient = saved.output.float(), gradient.float()
+    total = (gradient * output).sum(saved.dim, keepdim=True)
+    return {"input": (output * (gradient - total)).to(saved.output.dtype)}
+
+
+@softmax.when
+def _(call: hookkit.Call, input: Any, dim: Any = None, *args: Any, dtype: Any = None, **options: Any) -> bool:
+    return is_short(input.dtype) and isinstance(dim, int) and not args and dtype is None and not options.get("out")
 
 
 @hookkit.rule(F.glu, priority=PRIORITY)
