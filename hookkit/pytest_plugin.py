@@ -34,7 +34,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> None:
     marker = pyfuncitem.get_closest_marker("check_rule")
     if marker is None:
         return
-    check = run_check(pyfuncitem.callspec.params[CHECK], *marker.args, **marker.kwargs)
+    check = run_check(str(pyfuncitem.callspec.params[CHECK]), *marker.args, **marker.kwargs)
     if check.passed is None:
         pytest.skip(check.detail)
     if not check.passed:

@@ -141,7 +141,26 @@ def check_rule(subject: Any, *args: Any, **kwargs: Any) -> CheckResult:
 
 
 def run_check(name: str, subject: Any, *args: Any, **kwargs: Any) -> Check:
-    """Make one check alone, by its name in a :class:`CheckResult`; the arguments are those of :func:`check_rule`."""
+    """Make one check alone.
+
+    Args:
+        name: its name in a :class:`CheckResult`; they are the keys of ``CHECKS``.
+        subject: as for :func:`check_rule`.
+        *args: example arguments.
+        **kwargs: example keyword arguments.
+
+    Returns:
+        What was found.
+
+    Raises:
+        KeyError: if there is no check of that name.
+        HookError: if the rule has no target that can be called.
+
+    Example:
+        >>> import hookkit.testing, torch
+        >>> rule = hookkit.rule(torch.sinc, mode="opaque", register=False)
+        >>> assert hookkit.testing.run_check("autocast", rule, torch.ones(3, requires_grad=True)).passed
+    """
     return _Case.of(subject, args, kwargs).run(name)
 
 
@@ -376,7 +395,7 @@ def _observe(
     used: int | None = None,
     module: Any = None,
 ) -> Observation:
-    """Call a program and take gradients; also those of its parameters, if it, or the module that it is made of, has any."""
+    """Call a program and take gradients, also those of the parameters of the module that it is, or is made of."""
     given = list(_fresh(args))
     output = function(*given)
     roots = [t for t in _tensors(output) if t.requires_grad]

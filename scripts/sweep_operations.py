@@ -250,6 +250,10 @@ def _transposed(tensor: torch.Tensor, place: int) -> torch.Tensor:
     return tensor.mT.contiguous().mT if tensor.ndim > 1 else tensor
 
 
+def _empty(tensor: torch.Tensor, place: int) -> torch.Tensor:
+    return tensor[:0].contiguous() if tensor.ndim else tensor
+
+
 def _other_dtype(tensor: torch.Tensor, place: int) -> torch.Tensor:
     return tensor.float() if place % 2 == 0 else tensor
 
@@ -261,6 +265,7 @@ INPUTS: dict[str, Callable[[Any], Iterator[Any]]] = {
     "ones": _changed(_cycled(1.0)),
     "bounds": _changed(_cycled(0.5, -0.5, 2.0, 3.0, -3.0, 6.0, -1.0, 20.0, -0.0)),
     "nonfinite": _changed(_cycled(0.5, math.inf, -math.inf, math.nan, 0.0, -2.0, 1e300)),
+    "empty": _changed(_empty),
     "transposed": _changed(_transposed),
     "promotion": _changed(_other_dtype),
     "int64": _of_dtype(torch.int64),

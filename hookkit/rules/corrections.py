@@ -63,7 +63,7 @@ of_booleans = hookkit.rule(both("masked_fill", "max"), mode="opaque", priority=P
 @of_booleans.when
 def _(input: Any, *args: Any, **kwargs: Any) -> bool:
     """Which thunder makes integers of, or looks for the place of the largest of and fails."""
-    return input.dtype == thunder.bool8
+    return input.dtype is thunder.bool8
 
 
 instance_norm = hookkit.rule(F.instance_norm, mode="opaque", priority=PRIORITY)
