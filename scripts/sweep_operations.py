@@ -227,7 +227,7 @@ def _changed(change: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[[A
             count = itertools.count()
 
             def changed(tensor: torch.Tensor, count: Iterator[int] = count) -> torch.Tensor:
-                if not tensor.is_floating_point():
+                if not tensor.is_floating_point() or tensor.layout is not torch.strided:
                     return tensor
                 return change(tensor.detach(), next(count)).requires_grad_(tensor.requires_grad)
 

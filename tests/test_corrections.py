@@ -76,6 +76,8 @@ CASES = {
         torch.ones(2, dtype=torch.float64),
     ),
     "group_norm of nothing": (lambda x: F.group_norm(x, 1), torch.zeros(0, 2, requires_grad=True)),
+    "tensor_split of nothing": (lambda x: x.tensor_split(2), torch.zeros(0, 2, requires_grad=True)),
+    "split of nothing": (lambda x: torch.split(x, 2), torch.zeros(0, 2, requires_grad=True)),
     "the method unfold": (lambda x: x.unfold(0, 2, 1), values(1.0, 2.0, 3.0)),
     "take_along_dim from the end": (lambda x: torch.take_along_dim(x, INDEX - 2, 0), values(1.0, 2.0, 3.0)),
     "atan2 at the origin": (torch.atan2, values(0.0, 1.0), values(0.0, 2.0)),

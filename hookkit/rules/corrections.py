@@ -22,12 +22,12 @@ __all__ = [
     "differentiated_by_pytorch",
     "elu",
     "glu",
-    "group_norm",
     "instance_norm",
     "largest",
     "mish",
     "nll_loss",
     "of_booleans",
+    "of_nothing",
     "relu",
     "rounding",
     "run_by_pytorch",
@@ -75,13 +75,19 @@ def _(input: Any, running_mean: Any = None, *args: Any, **kwargs: Any) -> bool:
     return running_mean is not None
 
 
-group_norm = hookkit.rule(F.group_norm, mode="opaque", priority=PRIORITY)
+of_nothing = hookkit.rule(
+    [*both("chunk", "split", "tensor_split"), F.cross_entropy, F.glu, F.group_norm, F.linear],
+    mode="opaque",
+    pass_call=True,
+    priority=PRIORITY + 1,
+    name="of_nothing",
+)
 
 
-@group_norm.when
-def _(input: Any, *args: Any, **kwargs: Any) -> bool:
-    """Where there are no elements: it then has no gradient under thunder, and empty ones in PyTorch."""
-    return 0 in input.shape
+@of_nothing.when
+def _(call: hookkit.Call, *args: Any, **kwargs: Any) -> bool:
+    """Where there are no elements: there is then no gradient under thunder, and an empty one in PyTorch; or no result."""
+    return 0 in next(iter((*args, *kwargs.values()))).shape
 
 
 @hookkit.rule(both("split"), pass_call=True, priority=PRIORITY)
