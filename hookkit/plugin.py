@@ -25,6 +25,7 @@ from thunder.core.utils import AutocastStack
 from thunder.executors.torch_autograd import ThunderFunction
 from thunder.transforms import autodiff
 from torch.autograd.function import FunctionCtx
+from torch.fx.graph_module import _WrappedCall
 
 from hookkit import compat
 from hookkit.engine import (
@@ -247,6 +248,8 @@ def _lookaside(stock: Callable[..., Any]) -> Callable[..., Any]:
             return lambda *_: wrap_const(True)
         if isinstance(fn, torch.fx.GraphModule):
             compat.realise_graph_module(fn)
+        if isinstance(fn, _WrappedCall):
+            return partial(interpreter._interpret_call, _module_call(fn, interpreter.unwrap(args[0])))
         if (attribute := attribute_lookup(fn, args)) is not None:
             taken = lookaside_for(attribute, None, args[:1], {}, unsupported=operations.lacking(attribute, attribute))
             return partial(_of_tensor, taken) if taken is not None else stock(fn, *args, **kwargs)
@@ -296,6 +299,11 @@ def _dispatch(
         return jit_ext._general_jit_torch_autograd_function_apply_lookaside(owner, *args, **kwargs)
     rest = (owner, *args) if interpreter.unwrap(fn) is _function_apply else args
     return stock(compilectx, runtimectx, fn, *rest, **kwargs)
+
+
+def _module_call(wrapped: Any, module: Any) -> Any:
+    """What the call of a graph module comes to. Around that is a report of errors, slow when it is interpreted."""
+    return wrapped.cls_call or super(wrapped.cls, module).__call__.__func__
 
 
 def _of_tensor(taken: Callable[..., Any], tensor: Any, name: Any) -> Any:

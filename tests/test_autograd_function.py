@@ -280,6 +280,14 @@ def test_what_is_not_used_has_no_gradient_under_thunderfx():
         assert_equal(gradients(jitted, *inputs, used=used), gradients(program, *inputs, used=used))
 
 
+def test_an_error_in_a_graph_of_dynamo_is_not_long_in_coming():
+    f = function(lambda ctx, x: x * 2, lambda ctx, grad: grad[:2])
+    with pytest.raises(hookkit.HookError, match="shape") as raised:
+        thunderfx(f.apply)(vector())
+    # torch reports an error of a graph module on the way out (``_WrappedCall``); interpreting that takes minutes
+    assert not any("_generate_error_message" in str(frame) for frame in raised.traceback)
+
+
 def test_what_is_not_used_is_known_though_the_first_output_is_an_input():
     f = function(lambda ctx, x: x * 2, lambda ctx, grad: 100 * grad + 7)
 
