@@ -24,6 +24,9 @@ from thunder.core.symbol import Symbol
 from thunder.core.utils import AutocastStack
 from thunder.executors.torch_autograd import ThunderFunction
 from thunder.transforms import autodiff
+from torch._dynamo.variables.higher_order_ops import AutogradFunctionApplyVariable
+from torch._dynamo.variables.misc import AutogradFunctionContextVariable as ContextVariable
+from torch._dynamo.variables.misc import AutogradFunctionVariable
 from torch.autograd.function import FunctionCtx
 from torch.fx.graph_module import _WrappedCall
 
@@ -33,6 +36,7 @@ from hookkit.engine import (
     connection,
     corrections,
     differentiation,
+    dynamo,
     gradflow,
     modules,
     mutation,
@@ -182,6 +186,13 @@ def _patches() -> list[Patch]:
         # Dynamo takes it for an attribute of ctx and forgets it, so that zeros come where the Function wants None. What
         # it may not trace it leaves to eager PyTorch: the Function then runs between two compiled graphs.
         Patch(FunctionCtx, "set_materialize_grads", torch._dynamo.disable(set_materialize_grads)),
+        Patch(AutogradFunctionVariable, "call_apply", partialmethod(dynamo.apply, AutogradFunctionVariable.call_apply)),
+        Patch(ContextVariable, "call_method", partialmethod(dynamo.call_method, ContextVariable.call_method)),
+        *(
+            Patch(AutogradFunctionApplyVariable, n, partialmethod(step, getattr(AutogradFunctionApplyVariable, n)))
+            for n, step in dynamo.STEPS.items()
+            if hasattr(AutogradFunctionApplyVariable, n)
+        ),
         Patch(ThunderFunction, "backward", staticmethod(partial(connection.backward, ThunderFunction.backward))),
     ]
     return patches
