@@ -9,6 +9,7 @@ import functools
 import itertools
 import operator
 import random
+import time
 import types
 from collections import deque, namedtuple
 
@@ -363,10 +364,10 @@ def test_an_input_that_only_unused_outputs_need_has_no_gradient_under_thunderfx(
 
 def test_an_error_in_a_graph_of_dynamo_is_not_long_in_coming():
     f = function(lambda ctx, x: x * 2, lambda ctx, grad: grad[:2])
-    with pytest.raises(hookkit.HookError, match="shape") as raised:
-        through_dynamo(f.apply)(vector())
-    # torch reports an error of a graph module on the way out (``_WrappedCall``); interpreting that takes minutes
-    assert not any("_generate_error_message" in str(frame) for frame in raised.traceback)
+    started = time.monotonic()
+    with pytest.raises(hookkit.HookError, match="shape"):
+        through_dynamo(lambda x: f.apply(x))(vector())
+    assert time.monotonic() - started < 40  # seconds; two minutes where torch's ``_WrappedCall`` is interpreted
 
 
 @pytest.mark.parametrize("gradient", [lambda ctx, grad: None, lambda ctx, grad: torch.full((4,), 7.0)])
