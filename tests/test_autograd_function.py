@@ -302,6 +302,15 @@ NOT_FOR_DYNAMO = {
 cosine = function(lambda ctx, x: x.cos(), lambda ctx, grad: 100 * grad)
 
 
+class OfAnother(cosine):
+    @staticmethod
+    def forward(ctx, x):
+        return super(OfAnother, OfAnother).forward(ctx, x) * 2
+
+
+NOT_FOR_DYNAMO["super in forward"] = (OfAnother, lambda f, x: f.apply(x))
+
+
 @pytest.mark.parametrize("name", NOT_FOR_DYNAMO)
 def test_what_dynamo_takes_for_something_else_it_leaves_to_eager(name):
     f, program = NOT_FOR_DYNAMO[name]

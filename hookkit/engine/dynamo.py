@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, NoReturn
 
+from torch._dynamo.decorators import skip_code  # type: ignore[attr-defined]
 from torch._dynamo.exc import TorchDynamoException, Unsupported
 from torch._dynamo.variables import VariableTracker
 
@@ -29,6 +31,10 @@ def apply(function: Any, stock: Callable[..., Any], tx: Any, args: Any, kwargs: 
     except TorchDynamoException:  # what it says to itself, or to the user
         raise
     except Exception as error:
+        # nor may it compile them by themselves, when eager PyTorch calls them: it might fail again
+        for method in (owner.forward, owner.setup_context, owner.backward):
+            if isinstance(method, FunctionType):
+                skip_code(method.__code__)
         _leave(owner.__name__, f"Dynamo fails with {type(error).__name__}: {error}", error)
 
 
