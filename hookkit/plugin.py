@@ -24,7 +24,11 @@ from thunder.core.symbol import Symbol
 from thunder.core.utils import AutocastStack
 from thunder.executors.torch_autograd import ThunderFunction
 from thunder.transforms import autodiff
+from torch._dynamo.variables.higher_order_ops import AutogradFunctionApplyVariable
+from torch._dynamo.variables.misc import AutogradFunctionContextVariable as ContextVariable
+from torch._dynamo.variables.misc import AutogradFunctionVariable
 from torch.autograd.function import FunctionCtx
+from torch.fx.graph_module import _WrappedCall
 
 from hookkit import compat
 from hookkit.engine import (
@@ -32,6 +36,7 @@ from hookkit.engine import (
     connection,
     corrections,
     differentiation,
+    dynamo,
     gradflow,
     modules,
     mutation,
@@ -181,6 +186,13 @@ def _patches() -> list[Patch]:
         # Dynamo takes it for an attribute of ctx and forgets it, so that zeros come where the Function wants None. What
         # it may not trace it leaves to eager PyTorch: the Function then runs between two compiled graphs.
         Patch(FunctionCtx, "set_materialize_grads", torch._dynamo.disable(set_materialize_grads)),
+        Patch(AutogradFunctionVariable, "call_apply", partialmethod(dynamo.apply, AutogradFunctionVariable.call_apply)),
+        Patch(ContextVariable, "call_method", partialmethod(dynamo.call_method, ContextVariable.call_method)),
+        *(
+            Patch(AutogradFunctionApplyVariable, n, partialmethod(step, getattr(AutogradFunctionApplyVariable, n)))
+            for n, step in dynamo.STEPS.items()
+            if hasattr(AutogradFunctionApplyVariable, n)
+        ),
         Patch(ThunderFunction, "backward", staticmethod(partial(connection.backward, ThunderFunction.backward))),
     ]
     return patches
@@ -247,6 +259,8 @@ def _lookaside(stock: Callable[..., Any]) -> Callable[..., Any]:
             return lambda *_: wrap_const(True)
         if isinstance(fn, torch.fx.GraphModule):
             compat.realise_graph_module(fn)
+        if isinstance(fn, _WrappedCall):
+            return partial(interpreter._interpret_call, _module_call(fn, interpreter.unwrap(args[0])))
         if (attribute := attribute_lookup(fn, args)) is not None:
             taken = lookaside_for(attribute, None, args[:1], {}, unsupported=operations.lacking(attribute, attribute))
             return partial(_of_tensor, taken) if taken is not None else stock(fn, *args, **kwargs)
@@ -296,6 +310,11 @@ def _dispatch(
         return jit_ext._general_jit_torch_autograd_function_apply_lookaside(owner, *args, **kwargs)
     rest = (owner, *args) if interpreter.unwrap(fn) is _function_apply else args
     return stock(compilectx, runtimectx, fn, *rest, **kwargs)
+
+
+def _module_call(wrapped: Any, module: Any) -> Any:
+    """What the call of a graph module comes to. Around that is a report of errors, slow when it is interpreted."""
+    return wrapped.cls_call or super(wrapped.cls, module).__call__.__func__
 
 
 def _of_tensor(taken: Callable[..., Any], tensor: Any, name: Any) -> Any:

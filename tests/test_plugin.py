@@ -54,6 +54,9 @@ HOLDERS = [
     torch.Tensor,
     torch.autograd.Function,
     torch.autograd.function.FunctionCtx,
+    torch._dynamo.variables.misc.AutogradFunctionVariable,
+    torch._dynamo.variables.misc.AutogradFunctionContextVariable,
+    torch._dynamo.variables.higher_order_ops.AutogradFunctionApplyVariable,
 ]
 TABLES = {
     "lookasides": jit_ext._general_jit_lookaside_map,

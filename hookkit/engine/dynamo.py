@@ -1,0 +1,92 @@
+"""Custom Functions that Dynamo, which ``thunderfx`` runs first, would make something else of than eager PyTorch.
+
+Dynamo traces forward and backward into the operator ``autograd_function_apply``, and takes some of what a Function may
+do for something else, whatever the backend. Where that is seen it leaves the Function to eager PyTorch: it breaks its
+graph, and the Function runs between two compiled graphs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, NoReturn
+
+from torch._dynamo.decorators import skip_code  # type: ignore[attr-defined]
+from torch._dynamo.exc import TorchDynamoException, Unsupported
+from torch._dynamo.variables import VariableTracker
+
+__all__ = ["STEPS", "apply", "call_method"]
+
+
+def apply(function: Any, stock: Callable[..., Any], tx: Any, args: Any, kwargs: Any) -> Any:
+    """``AutogradFunctionVariable.call_apply``; an error of Dynamo's own breaks the graph."""
+    owner = function.fn_cls
+    if getattr(owner, "boxed_grads_call", False):
+        _leave(owner.__name__, "its backward takes one list of gradients")
+    if function.source is None and getattr(sys.modules.get(owner.__module__), owner.__name__, None) is not owner:
+        _leave(owner.__name__, "Dynamo does not know where the class comes from, and takes it for a global")
+    try:
+        return stock(function, tx, args, kwargs)
+    except TorchDynamoException:  # what it says to itself, or to the user
+        raise
+    except Exception as error:
+        # nor may it compile them by themselves, when eager PyTorch calls them: it might fail again
+        for method in (owner.forward, owner.setup_context, owner.backward):
+            if isinstance(method, FunctionType):
+                skip_code(method.__code__)
+        _leave(owner.__name__, f"Dynamo fails with {type(error).__name__}: {error}", error)
+
+
+def call_method(ctx: Any, stock: Callable[..., Any], tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """``AutogradFunctionContextVariable.call_method``, which forgets what a Function that runs marks."""
+    if name == "mark_non_differentiable" and not ctx.inference:
+        _leave("a forward", "it marks outputs as non-differentiable")
+    return stock(ctx, tx, name, args, kwargs)
+
+
+def trace_forward_graph(call: Any, stock: Callable[..., Any], tx: Any, ctx: Any, *rest: Any) -> Any:
+    """``AutogradFunctionApplyVariable.trace_forward_graph``; what PyTorch does not track is no output."""
+    traced = stock(call, tx, ctx, *rest)
+    output = traced[1]
+    items = [output] if output.is_tensor() else output.items
+    if any(_tensors(item) for item in items if not item.is_tensor()):
+        _leave("a Function", "its forward returns tensors inside of a container, which PyTorch does not track")
+    outputs = {item.as_proxy() for item in items if item.is_tensor()}
+    if not outputs.issuperset(ctx.non_differentiable or ()):
+        _leave("a Function", "it marks as non-differentiable what Dynamo does not take for an output")
+    return traced
+
+
+def rewire_bwd_graph_outputs(
+    call: Any, stock: Callable[..., Any], freevars: Any, output: Any, graph: Any, bwd_freevars: Any, args: Any
+) -> None:
+    """``AutogradFunctionApplyVariable.rewire_bwd_graph_outputs``, which drops gradients without an input."""
+    gradients = list(output.items) if output.python_type() is tuple else [output]
+    if len(gradients) < len(args) or not all(
+        _is_none(gradient) or (gradient.is_tensor() and i < len(args) and args[i].is_tensor())
+        for i, gradient in enumerate(gradients)
+    ):
+        _leave("a Function", "its backward does not return a tensor or None for each input")
+    stock(call, freevars, output, graph, bwd_freevars, args)
+
+
+def _tensors(value: Any) -> list[Any]:
+    found: list[Any] = []
+    VariableTracker.visit(lambda part: found.append(part) if part.is_tensor() else None, value)
+    return found
+
+
+def _is_none(value: Any) -> bool:
+    return value.is_python_constant() and value.as_python_constant() is None
+
+
+def _leave(name: str, why: str, cause: Exception | None = None) -> NoReturn:
+    raise Unsupported(f"hookkit leaves {name} to eager PyTorch: {why}") from cause
+
+
+# Newer PyTorch traces a Function in steps that are methods of ``AutogradFunctionApplyVariable``.
+STEPS: dict[str, Callable[..., Any]] = {
+    "trace_forward_graph": trace_forward_graph,
+    "rewire_bwd_graph_outputs": rewire_bwd_graph_outputs,
+}
