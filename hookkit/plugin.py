@@ -12,7 +12,6 @@ import attrs
 import thunder
 import thunder.plugins
 import torch
-import torch._dynamo
 from thunder import clang
 from thunder.common import CompileData
 from thunder.core import codeutils, interpreter, jit_ext
@@ -183,11 +182,10 @@ def _patches() -> list[Patch]:
         Patch(thunder, "insert_alias_updates", partial(functionalise_program, thunder.insert_alias_updates)),
         Patch(thunder, "connect_to_autograd", partial(connection.connect, thunder.connect_to_autograd)),
         Patch(thunder.plugins.names_to_plugins, "hookkit", Plugin),
-        # Dynamo takes it for an attribute of ctx and forgets it, so that zeros come where the Function wants None. What
-        # it may not trace it leaves to eager PyTorch: the Function then runs between two compiled graphs.
-        Patch(FunctionCtx, "set_materialize_grads", torch._dynamo.disable(set_materialize_grads)),
+        Patch(FunctionCtx, "set_materialize_grads", set_materialize_grads),
         Patch(AutogradFunctionVariable, "call_apply", partialmethod(dynamo.apply, AutogradFunctionVariable.call_apply)),
         Patch(ContextVariable, "call_method", partialmethod(dynamo.call_method, ContextVariable.call_method)),
+        Patch(ContextVariable, "var_getattr", partialmethod(dynamo.var_getattr, ContextVariable.var_getattr)),
         *(
             Patch(AutogradFunctionApplyVariable, n, partialmethod(step, getattr(AutogradFunctionApplyVariable, n)))
             for n, step in dynamo.STEPS.items()

@@ -213,3 +213,28 @@ def test_numel_is_known_under_the_cache_of_symbolic_values():
     x = torch.ones(2, 3, requires_grad=True)
     jitted(x).sum().backward()
     torch.testing.assert_close(x.grad, torch.full((2, 3), 100.0))
+
+
+class TestDynamo:
+    """What Dynamo does for another backend than thunder is PyTorch's own."""
+
+    @pytest.mark.parametrize("mark", ["set_materialize_grads", "mark_non_differentiable"])
+    def test_a_graph_breaks_for_thunder_alone(self, mark):
+        class Marked(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                positive = x > 0
+                getattr(ctx, mark)(False if mark == "set_materialize_grads" else positive)
+                return x * 2, positive
+
+            @staticmethod
+            def backward(ctx, gradient, _):
+                return gradient * 100
+
+        x = torch.ones(3, requires_grad=True)
+        torch._dynamo.reset()
+        whole = torch.compile(lambda x: Marked.apply(x)[0] * 3, backend="eager", fullgraph=True)
+        assert torch.equal(torch.autograd.grad(whole(x).sum(), x)[0], torch.full((3,), 300.0))
+        if mark == "set_materialize_grads":
+            with pytest.raises(torch._dynamo.exc.Unsupported, match="it calls set_materialize_grads"):
+                thunder.dynamo.thunderfx(lambda x: Marked.apply(x)[0] * 3, fullgraph=True)(x)

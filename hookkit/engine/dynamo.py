@@ -2,7 +2,7 @@
 
 Dynamo traces forward and backward into the operator ``autograd_function_apply``, and takes some of what a Function may
 do for something else, whatever the backend. Where that is seen it leaves the Function to eager PyTorch: it breaks its
-graph, and the Function runs between two compiled graphs.
+graph, and the Function runs between two compiled graphs. What Dynamo does for other backends stays as it is.
 """
 
 from __future__ import annotations
@@ -12,16 +12,28 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any, NoReturn
 
+import thunder.dynamo.compiler
 from torch._dynamo.decorators import skip_code  # type: ignore[attr-defined]
 from torch._dynamo.exc import TorchDynamoException, Unsupported
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import VariableTracker
 
-__all__ = ["STEPS", "apply", "call_method"]
+__all__ = ["STEPS", "apply", "call_method", "var_getattr"]
+
+
+def _is_for_thunder() -> bool:
+    """Whether what Dynamo traces goes to thunder."""
+    backend = InstructionTranslator.current_tx().output.compiler_fn
+    while wrapped := getattr(backend, "_torchdynamo_orig_backend", None) or getattr(backend, "compiler_fn", None):
+        backend = wrapped
+    return isinstance(backend, thunder.dynamo.compiler.ThunderCompiler)
 
 
 def apply(function: Any, stock: Callable[..., Any], tx: Any, args: Any, kwargs: Any) -> Any:
     """``AutogradFunctionVariable.call_apply``; an error of Dynamo's own breaks the graph."""
     owner = function.fn_cls
+    if not _is_for_thunder():
+        return stock(function, tx, args, kwargs)
     if getattr(owner, "boxed_grads_call", False):
         _leave(owner.__name__, "its backward takes one list of gradients")
     if function.source is None and getattr(sys.modules.get(owner.__module__), owner.__name__, None) is not owner:
@@ -40,14 +52,23 @@ def apply(function: Any, stock: Callable[..., Any], tx: Any, args: Any, kwargs: 
 
 def call_method(ctx: Any, stock: Callable[..., Any], tx: Any, name: str, args: Any, kwargs: Any) -> Any:
     """``AutogradFunctionContextVariable.call_method``, which forgets what a Function that runs marks."""
-    if name == "mark_non_differentiable" and not ctx.inference:
+    if name == "mark_non_differentiable" and not ctx.inference and _is_for_thunder():
         _leave("a forward", "it marks outputs as non-differentiable")
     return stock(ctx, tx, name, args, kwargs)
+
+
+def var_getattr(ctx: Any, stock: Callable[..., Any], tx: Any, name: str) -> Any:
+    """``AutogradFunctionContextVariable.var_getattr``, which takes a method for an attribute."""
+    if name == "set_materialize_grads" and _is_for_thunder():
+        _leave("a Function", "it calls set_materialize_grads")
+    return stock(ctx, tx, name)
 
 
 def trace_forward_graph(call: Any, stock: Callable[..., Any], tx: Any, ctx: Any, *rest: Any) -> Any:
     """``AutogradFunctionApplyVariable.trace_forward_graph``; what PyTorch does not track is no output."""
     traced = stock(call, tx, ctx, *rest)
+    if not _is_for_thunder():
+        return traced
     output = traced[1]
     items = [output] if output.is_tensor() else output.items
     if any(_tensors(item) for item in items if not item.is_tensor()):
@@ -63,10 +84,11 @@ def rewire_bwd_graph_outputs(
 ) -> None:
     """``AutogradFunctionApplyVariable.rewire_bwd_graph_outputs``, which drops gradients without an input."""
     gradients = list(output.items) if output.python_type() is tuple else [output]
-    if len(gradients) < len(args) or not all(
+    fits = len(gradients) >= len(args) and all(
         _is_none(gradient) or (gradient.is_tensor() and i < len(args) and args[i].is_tensor())
         for i, gradient in enumerate(gradients)
-    ):
+    )
+    if not fits and _is_for_thunder():
         _leave("a Function", "its backward does not return a tensor or None for each input")
     stock(call, freevars, output, graph, bwd_freevars, args)
 

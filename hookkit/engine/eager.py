@@ -69,6 +69,8 @@ _without_zeros: weakref.WeakSet[Any] = weakref.WeakSet()
 def set_materialize_grads(ctx: Any, value: bool) -> None:
     """``FunctionCtx.set_materialize_grads``; what was set cannot be read from a node, so it is noted."""
     ctx.materialize_grads = value
+    if torch.compiler.is_compiling():  # by Dynamo, which then goes on as if this were PyTorch's own
+        return
     (_without_zeros.discard if value else _without_zeros.add)(ctx)
 
 

@@ -86,7 +86,7 @@ of_nothing = hookkit.rule(
 
 @of_nothing.when
 def _(call: hookkit.Call, *args: Any, **kwargs: Any) -> bool:
-    """Where there are no elements: there is then no gradient under thunder, and an empty one in PyTorch; or no result."""
+    """Where there are no elements: under thunder no gradient, or no result, and in PyTorch an empty one."""
     return 0 in next(iter((*args, *kwargs.values()))).shape
 
 
