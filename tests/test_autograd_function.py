@@ -509,7 +509,7 @@ def test_temporaries_are_changed_through_slices_and_views():
     assert_same(function(forward, backward).apply, vector())
 
 
-def test_a_view_changed_in_place_whose_base_is_read_afterwards_is_refused():
+def test_a_view_is_changed_in_place_and_its_base_read_afterwards():
     apply = sine().apply
 
     def program(x):
@@ -517,11 +517,10 @@ def test_a_view_changed_in_place_whose_base_is_read_afterwards_is_refused():
         h[0].mul_(4)
         return apply(h)
 
-    with pytest.raises(hookkit.HookError, match="view"):
-        thunder.jit(program)(vector(4, 2))
+    assert_same(program, vector(4, 2))
 
 
-def test_an_argument_changed_in_place_that_is_a_view_is_refused():
+def test_an_argument_changed_in_place_that_is_a_view():
     def forward(ctx, out, x):
         out.copy_(x.sin())
         ctx.mark_dirty(out)
@@ -534,8 +533,7 @@ def test_an_argument_changed_in_place_that_is_a_view_is_refused():
         fill(buffer[2:6], x)
         return buffer * 2
 
-    with pytest.raises(hookkit.HookError, match="view"):
-        thunder.jit(program)(vector())
+    assert_same(program, vector())
 
 
 def test_a_result_written_into_a_buffer_keeps_its_gradient():
