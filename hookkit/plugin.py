@@ -22,6 +22,7 @@ from thunder.core.module import ThunderModule
 from thunder.core.proxies import NumberProxy, TensorProxy
 from thunder.core.symbol import Symbol
 from thunder.core.utils import AutocastStack
+from thunder.dynamo import splitter
 from thunder.executors.torch_autograd import ThunderFunction
 from thunder.transforms import autodiff
 from torch.autograd.function import FunctionCtx
@@ -152,6 +153,7 @@ def _patches() -> list[Patch]:
     ]
     patches.append(Patch(thunder, "_get_cache_info", _cache_info(thunder._get_cache_info)))
     handlers = interpreter._default_opcode_handler_map
+    name = "get_nodes_in_unsupported_ctx_regions"
     stock_inputs = jit_ext.get_computation_inputs_and_intermediates
     patches += [
         Patch(jit_ext, "get_computation_inputs_and_intermediates", partial(_inputs_and_intermediates, stock_inputs)),
@@ -177,6 +179,7 @@ def _patches() -> list[Patch]:
         Patch(thunder, "thunder_general_jit", partial(trace_program, thunder.thunder_general_jit)),
         Patch(thunder, "insert_alias_updates", partial(functionalise_program, thunder.insert_alias_updates)),
         Patch(thunder, "connect_to_autograd", partial(connection.connect, thunder.connect_to_autograd)),
+        Patch(splitter, name, partial(corrections.unsupported_nodes, getattr(splitter, name))),
         Patch(thunder.plugins.names_to_plugins, "hookkit", Plugin),
         # Dynamo takes it for an attribute of ctx and forgets it, so that zeros come where the Function wants None. What
         # it may not trace it leaves to eager PyTorch: the Function then runs between two compiled graphs.

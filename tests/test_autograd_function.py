@@ -987,3 +987,48 @@ def test_a_forward_may_look_at_the_gradient_of_a_parameter():
         found = jitted(vector())
         torch.testing.assert_close(found, layer(vector()) * factor)
         found.sum().backward()
+
+
+def hooked_between(apply, x):
+    h = x * 2
+    h.register_hook(lambda grad: grad * 10)
+    return apply(h)
+
+
+def hooked_after_a_use(apply, x):
+    h = x * 2
+    before = h.cos()
+    h.register_hook(lambda grad: grad * 10)
+    return apply(h) * before
+
+
+def hooked_result(apply, x):
+    y = apply(x)
+    y.register_hook(lambda grad: grad * 10)
+    return y.sin() * 2
+
+
+def hooked_input(apply, x):
+    x.register_hook(lambda grad: grad * 10)
+    return apply(x)
+
+
+HOOKED = [hooked_between, hooked_after_a_use, hooked_result, hooked_input]
+
+
+@pytest.mark.parametrize("program", HOOKED, ids=lambda p: p.__name__)
+def test_a_hook_on_a_tensor_is_called_under_thunderfx(program):
+    torch._dynamo.reset()
+    apply = sine().apply
+    assert_same(lambda x: program(apply, x), vector(), jit=thunderfx, calls=1)
+
+
+def test_a_hook_on_a_tensor_that_a_function_makes_runs_opaque():
+    def forward(ctx, x):
+        with torch.enable_grad():
+            y = x.detach().requires_grad_() * 2
+            y.register_hook(lambda grad: grad * 10)
+            ctx.grad = torch.autograd.grad(y.sum(), y)[0]
+        return x * 3
+
+    assert_same(function(forward, lambda ctx, grad: 100 * grad * ctx.grad).apply, vector())
