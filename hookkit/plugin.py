@@ -21,6 +21,7 @@ from thunder.core.module import ThunderModule
 from thunder.core.proxies import NumberProxy, TensorProxy
 from thunder.core.symbol import Symbol
 from thunder.core.utils import AutocastStack
+from thunder.dynamo import splitter
 from thunder.executors.torch_autograd import ThunderFunction
 from thunder.transforms import autodiff
 from torch._dynamo.variables.higher_order_ops import AutogradFunctionApplyVariable
@@ -156,6 +157,7 @@ def _patches() -> list[Patch]:
     ]
     patches.append(Patch(thunder, "_get_cache_info", _cache_info(thunder._get_cache_info)))
     handlers = interpreter._default_opcode_handler_map
+    name = "get_nodes_in_unsupported_ctx_regions"
     stock_inputs = jit_ext.get_computation_inputs_and_intermediates
     patches += [
         Patch(jit_ext, "get_computation_inputs_and_intermediates", partial(_inputs_and_intermediates, stock_inputs)),
@@ -181,6 +183,7 @@ def _patches() -> list[Patch]:
         Patch(thunder, "thunder_general_jit", partial(trace_program, thunder.thunder_general_jit)),
         Patch(thunder, "insert_alias_updates", partial(functionalise_program, thunder.insert_alias_updates)),
         Patch(thunder, "connect_to_autograd", partial(connection.connect, thunder.connect_to_autograd)),
+        Patch(splitter, name, partial(corrections.unsupported_nodes, getattr(splitter, name))),
         Patch(thunder.plugins.names_to_plugins, "hookkit", Plugin),
         Patch(FunctionCtx, "set_materialize_grads", set_materialize_grads),
         Patch(AutogradFunctionVariable, "call_apply", partialmethod(dynamo.apply, AutogradFunctionVariable.call_apply)),

@@ -5,7 +5,7 @@ import functools
 import pytest
 import thunder
 import torch
-from agreement import assert_same, run
+from agreement import assert_agrees, assert_same, run
 from torch.autograd import Function
 
 import hookkit
@@ -172,12 +172,298 @@ def test_an_input_that_is_changed_and_handed_on_under_another_name_keeps_its_gra
 
 
 @pytest.mark.parametrize("used", ["input", "view"])
-def test_an_input_with_a_view_is_not_changed_without_its_gradient(used):
+def test_an_input_with_a_view_is_changed(used):
     def program(x, y):
         view = x.view(2, 2)
         x += y
         return torch.tanh(x if used == "input" else view)
 
-    leaf = torch.linspace(-1, 1, 4, requires_grad=True)
+    def outcome(function):
+        leaf = torch.linspace(-1, 1, 4, requires_grad=True)
+        given = leaf * 2
+        returned = function(given, torch.ones(4))
+        returned.sum().backward()
+        return returned, given, leaf.grad
+
+    torch.testing.assert_close(outcome(thunder.jit(program)), outcome(program))
+
+
+def test_an_input_that_may_have_a_view_is_not_changed_without_its_gradient():
+    def program(x, y):
+        view = x.reshape(4)
+        x += y
+        return torch.tanh(view)
+
+    leaf = torch.linspace(-1, 1, 4, requires_grad=True).view(2, 2)
     with pytest.raises(hookkit.HookError, match="requires grad and of which there is a view"):
-        thunder.jit(program)(leaf * 2, torch.ones(4))
+        thunder.jit(program)(leaf * 2, torch.ones(4).view(2, 2))
+
+
+# ---------------------------------------------------------------------------------------------------------------- views
+
+
+def view_then_base(h):
+    v = h.view(-1)
+    v.mul_(3)
+    h.add_(1)
+    return h
+
+
+def base_then_view(h):
+    v = h.view(-1)
+    h.mul_(3)
+    return v * v
+
+
+def transposed(h):
+    h.t().mul_(torch.arange(1.0, 7).reshape(3, 2))
+    h.mT.add_(1)
+    return h * h
+
+
+def permuted(h):
+    h.permute(1, 0).unsqueeze(1).squeeze(1)[1:].mul_(3)
+    h.movedim(0, 1)[0].add_(h[0, 1])
+    return h * h
+
+
+def indexed(h):
+    row, element = h[0], h[1, 2]
+    row.mul_(3)
+    element.add_(row.sum())
+    return h * h, row * element
+
+
+def sliced(h):
+    h[:, ::2].mul_(3)
+    h[..., None, 1:].add_(1)
+    return h * h
+
+
+def diagonal(h):
+    torch.diagonal(h).mul_(3)
+    return h * h
+
+
+def unflattened(h):
+    h.unflatten(1, (3, 1)).mul_(3)
+    return h * h
+
+
+def reshaped_into_more_dimensions(h):
+    h.reshape(2, 1, 3, 1).mul_(3)
+    return h * h
+
+
+def view_of_the_same_shape(h):
+    h.view_as(h).mul_(3)
+    h.to(h.dtype).add_(1)
+    return h * h
+
+
+def expanded_base(h):
+    v = h.unsqueeze(0).expand(2, 2, 3)
+    h.mul_(3)
+    return v * v
+
+
+def chain_of_views(h):
+    v = h.view(3, 2).t()[1]
+    w = v[:2]
+    w.mul_(3)
+    v.add_(w.sum())
+    h.sin_()
+    return h * v.sum(), w
+
+
+def assigned(h):
+    row = h[0]
+    h[0] = row * 2
+    row[1:] = row[:-1] * 2
+    h[:, 1] *= 3
+    h[1].copy_(row)
+    return h * row.sum()
+
+
+def assigned_by_mask(h):
+    row = h[1]
+    h[h > 0] = 0.5
+    return h * row
+
+
+def filled(h):
+    h[0].zero_()
+    h[:, 1].fill_(2.0)
+    h[1].clamp_(0, 1)
+    return h * h
+
+
+def constant_that_comes_to_require_grad(h):
+    m = torch.zeros(3, 3)
+    for i in range(2):
+        m[i] = h[i]
+        m[2].add_(m[i])
+    return m * m
+
+
+def constant_given_to_a_function(h):
+    m = torch.zeros(2, 3)
+    m[0].add_(h[0])
+    return Traced.apply(m)
+
+
+def result_of_a_function(h):
+    y = Traced.apply(h)
+    y[0].mul_(2)
+    return Traced.apply(y) * y.view(-1)[0]
+
+
+def view_given_to_a_function(h):
+    v = h[0]
+    h.mul_(2)
+    return Traced.apply(v) + h
+
+
+def detached(h):
+    h.detach().mul_(3)
+    return h * 2
+
+
+def advanced_index(h):
+    v = h[[0, 1]]
+    v.mul_(3)
+    return h * v
+
+
+VIEWS = [
+    view_then_base,
+    base_then_view,
+    transposed,
+    permuted,
+    indexed,
+    sliced,
+    diagonal,
+    unflattened,
+    reshaped_into_more_dimensions,
+    view_of_the_same_shape,
+    expanded_base,
+    chain_of_views,
+    assigned,
+    assigned_by_mask,
+    filled,
+    constant_that_comes_to_require_grad,
+    constant_given_to_a_function,
+    result_of_a_function,
+    view_given_to_a_function,
+    detached,
+    advanced_index,
+]
+
+
+def matrix():
+    return torch.linspace(-1, 1.3, 6).reshape(2, 3).requires_grad_()
+
+
+@pytest.mark.parametrize("program", VIEWS, ids=lambda p: p.__name__)
+def test_what_a_view_shares_is_changed_and_differentiated(program):
+    assert_agrees(lambda x: program(x * 1), matrix())
+
+
+@pytest.mark.parametrize("program", [p for p in VIEWS if p is not detached], ids=lambda p: p.__name__)
+def test_an_input_is_changed_through_a_view(program):
+    def outcome(function):
+        leaf = matrix()
+        given = leaf * 2
+        returned = function(given)
+        roots = [returned] if isinstance(returned, torch.Tensor) else [*returned]
+        torch.autograd.backward(roots, [torch.linspace(1, 2, r.numel()).reshape(r.shape) for r in roots])
+        return returned, given, leaf.grad
+
+    torch.testing.assert_close(outcome(thunder.jit(lambda x: program(x))), outcome(program))
+
+
+@pytest.mark.parametrize("keep", [lambda h: OpaqueWithoutResiduals.apply(h[0]), lambda h: Opaque.apply(h[0])])
+def test_a_view_that_an_opaque_call_keeps_is_watched(keep):
+    def program(x):
+        h = x * 1
+        y = keep(h)
+        h.view(-1).mul_(2)
+        return y + h
+
+    def outcome(function):
+        try:
+            return run(function, (matrix(),))
+        except RuntimeError as error:
+            return type(error), str(error)[:100]
+
+    expected, found = outcome(program), outcome(thunder.jit(program))
+    if isinstance(expected[0], type):
+        assert "modified by an inplace operation" in expected[1]
+        assert found == expected
+    else:
+        assert_same(found, expected)
+
+
+def chunks(h):
+    first, second = h.chunk(2, 0)
+    first.mul_(3)
+    return h * second
+
+
+def chunks_of_what_is_changed(h):
+    first, second = h.chunk(2, 0)
+    h.mul_(3)
+    return first * second
+
+
+def overlapping(h):
+    h.unsqueeze(0).expand(2, 2, 3).mul_(3)
+    return h * h
+
+
+def reshaped(h):
+    h.reshape(-1).mul_(3)
+    return h * h
+
+
+def contiguous(h):
+    v = h.contiguous()
+    h.mul_(3)
+    return v * v
+
+
+def test_an_input_that_is_changed_through_a_detached_view_is_not_used_without_its_gradient():
+    with pytest.raises(hookkit.HookError, match="mul_ changes a tensor in place that is a view, or has one"):
+        thunder.jit(lambda x: detached(x))(matrix() * 2)
+
+
+@pytest.mark.parametrize(
+    "program", [chunks, chunks_of_what_is_changed, overlapping, reshaped, contiguous], ids=lambda p: p.__name__
+)
+def test_what_may_share_memory_or_must_not_be_changed_is_refused_with_the_line(program):
+    with pytest.raises(hookkit.HookError, match=r"changes a tensor in place .*test_in_place\.py:\d+"):
+        thunder.jit(lambda x: program(x * 1))(matrix())
+
+
+@pytest.mark.parametrize("share", [lambda h: h, lambda h: h[0]], ids=["itself", "view"])
+def test_an_input_that_shares_memory_with_another_is_not_changed_without_its_gradient(share):
+    def program(x, y):
+        x.view(-1).mul_(2)
+        return y * 1
+
+    h = matrix() * 1
+    with pytest.raises(hookkit.HookError, match=r"shares memory with another one \(.*test_in_place\.py:\d+"):
+        thunder.jit(program)(h, share(h))
+    torch.testing.assert_close(h, matrix())
+
+
+def test_a_buffer_without_grad_is_written_in_place():
+    def program(x, cache):
+        cache[:, 1:].copy_(x[:, 1:])
+        return cache * 2
+
+    cache = torch.zeros(2, 3)
+    jitted = thunder.jit(program)
+    torch.testing.assert_close(jitted(matrix().detach(), cache), 2 * cache)
+    assert "scatter" not in str(thunder.last_traces(jitted)[-1])
+    torch.testing.assert_close(cache[:, 1:], matrix().detach()[:, 1:])

@@ -176,6 +176,7 @@ REFUSED = {
     "ScriptMethod": lambda x: SCRIPT_MODULE.forward(x),
     "grad": lambda x: x * 2 if x.grad is None else x,
     "retain_grad": lambda x: (x * 2).retain_grad() or x,
+    "register_hook": lambda x: (x * 2).register_hook(abs) or x,
     "saved_tensors_hooks": lambda x: with_hooks(torch.autograd.graph.saved_tensors_hooks(abs, abs), x),
     "unsqueeze_": lambda x: x.clone().unsqueeze_(0),
 }

@@ -31,6 +31,7 @@ __all__ = [
     "printed",
     "proxify",
     "torch_dtype",
+    "unsupported_nodes",
 ]
 
 
@@ -127,6 +128,17 @@ def broadcast(stock: Callable[..., Any], *tensors: Any, treat_cpu_scalar_tensors
     """
     elsewhere = any(isinstance(t, TensorProxy) and t.device != cpu for t in tensors)
     return stock(*tensors, treat_cpu_scalar_tensors_as_numbers=treat_cpu_scalar_tensors_as_numbers and elsewhere)
+
+
+def unsupported_nodes(stock: Callable[..., set[torch.fx.Node]], graph: torch.fx.GraphModule) -> set[torch.fx.Node]:
+    """What of one of Dynamo's graphs is not for thunder: all of it, if it registers a hook on a tensor that it makes.
+
+    ``thunderfx`` would split the graph there. The hook is lost between the parts, and does not see the gradient of what
+    comes before it; PyTorch is right where it has the whole graph.
+    """
+    if any(str(node.target) == "register_hook" for node in graph.graph.nodes):
+        return {n for n in graph.graph.nodes if n.op.startswith("call_")}
+    return stock(graph)
 
 
 def inference_mode(mode: Any = True) -> Any:

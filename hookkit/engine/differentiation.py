@@ -23,6 +23,7 @@ from hookkit.engine import gradflow
 from hookkit.engine.connection import Functions
 from hookkit.engine.mutation import Retrace
 from hookkit.engine.reach import reach_of_calls
+from hookkit.engine.sharing import changes_in_place
 from hookkit.engine.symbols import Composite, called
 from hookkit.engine.values import Tag
 
@@ -110,7 +111,7 @@ def _fed_undefined(trace: Any, outputs: Any) -> Iterator[tuple[Any, Any, Any, bo
 
     Each with that output and that other call, and whether some gradient reaches it.
     """
-    if any(map(gradflow.changes_in_place, trace.bound_symbols)):
+    if any(map(changes_in_place, trace.bound_symbols)):
         return
     defined = {o.name for o in outputs if gradflow.requires_grad(trace, o)}
     undefined: dict[str, Any] = {}  # by tensor the call that returns None for its gradient

@@ -9,10 +9,10 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from thunder.core import prims
 from thunder.core.proxies import Proxy, ProxyTag, TensorProxy
 from thunder.core.trace import TraceCtx
 
+from hookkit.engine.sharing import Sharing, changes_in_place, may_view
 from hookkit.engine.values import is_differentiable_dtype
 
 __all__ = [
@@ -21,7 +21,6 @@ __all__ = [
     "OPAQUE_BACKWARD",
     "TRACED",
     "WHERE_USED",
-    "changes_in_place",
     "forget",
     "is_explicit",
     "is_opaque_backward",
@@ -41,6 +40,7 @@ class _Flow:
     def __init__(self) -> None:
         self.flags: dict[str, bool] = {}
         self.changed: dict[str, set[str]] = {}  # for each name of a tensor that was changed in place all its names
+        self.views = Sharing()  # without those that are detached
         self.seen: dict[int, int] = {}  # id of a scope's list -> how many of its symbols are accounted for
 
 
@@ -104,16 +104,12 @@ def _account(flow: _Flow, bsym: Any) -> None:
     for out in bsym.flat_proxy_outs:
         if isinstance(out, TensorProxy) and out.name not in names and out.name not in flow.flags:
             flow.flags[out.name] = any_requires and not detached and is_differentiable_dtype(out)
+    if may_view(bsym) and not detached:
+        for out in bsym.flat_proxy_outs:
+            flow.views.join(tensors[0].name, out.name)
     if changes_in_place(bsym):
         names = flow.changed.setdefault(tensors[0].name, {tensors[0].name})
         names.update(o.name for o in bsym.flat_proxy_outs if isinstance(o, TensorProxy))
         flow.changed.update(dict.fromkeys(names, names))
         if any_requires and not detached:
-            flow.flags.update(dict.fromkeys(names, True))
-
-
-def changes_in_place(bsym: Any) -> bool:
-    """Whether a bound symbol writes into its first tensor argument."""
-    if bsym.sym.tags and prims.OpTags.IN_PLACE in bsym.sym.tags:
-        return True
-    return bool(bsym.subsymbols) and bsym.subsymbols[-1].sym.id == prims.PrimIDs.COPY_
+            flow.flags.update((view, True) for name in names for view in flow.views.group(name))

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import thunder.torch as ltorch
+from thunder.core import prims
 from thunder.core.proxies import TensorProxy
 
 from hookkit.engine import gradflow
-from hookkit.engine.gradflow import changes_in_place, is_explicit
+from hookkit.engine.sharing import Sharing, changes_in_place, note_sharing
 from hookkit.engine.symbols import Composite
+from hookkit.engine.values import proxies_in
 from hookkit.errors import HookError
 
-__all__ = ["Retrace", "check", "cuts_gradient", "shared_names", "views_of_arguments"]
+__all__ = ["Retrace", "check", "cuts_gradient", "place", "refuse_changed_views", "shared_names", "views_of_arguments"]
 
 
 class Retrace(Exception):
@@ -34,13 +35,12 @@ def check(trace: Any) -> None:
 
     Raises:
         Retrace: if a residual of a traced call is changed.
-        HookError: if a view that a call returned is changed, or a gradient would be lost.
+        HookError: if a view that a call returned is changed, or the gradient of a tensor that is changed with grad mode
+            off would be lost.
     """
     if not any(changes_in_place(b) for b in trace.bound_symbols):
         return
-    if any(is_explicit(b) for b in trace.bound_symbols):
-        _refuse_changed_views(trace)
-    sharing = _Sharing()
+    sharing = Sharing()
     residuals: dict[str, Composite] = {}
     views: dict[str, str] = {}
     cut: dict[str, Any] = {}  # inputs that were changed with grad mode off
@@ -64,9 +64,9 @@ def check(trace: Any) -> None:
                         f"{bsym.sym.name} changes in place what the result of {views[name]} shares with an argument of "
                         "the call, which a compiled program cannot follow, and "
                         "eager PyTorch refuses for views made in a "
-                        f"custom Function ({bsym.source_filename}). Clone the result first."
+                        f"custom Function ({place(bsym)}). Clone the result first."
                     )
-        _note_sharing(sharing, bsym)
+        note_sharing(sharing, bsym)
         call = bsym.sym.meta
         if isinstance(call, Composite) and call.backward is not None:
             residuals.update(dict.fromkeys(call.residual_names(), call))
@@ -76,28 +76,37 @@ def check(trace: Any) -> None:
 
 def _lost_gradient(bsym: Any) -> HookError:
     return HookError(
-        f"{bsym.sym.name} changes a tensor that requires grad in place with grad mode off ({_place(bsym)}), and it is "
+        f"{bsym.sym.name} changes a tensor that requires grad in place with grad mode off ({place(bsym)}), and it is "
         "used afterwards; thunder loses its gradient, eager PyTorch does not. Use the operation that returns a new "
         "tensor, or change it outside the compiled program."
     )
 
 
-def _refuse_changed_views(trace: Any) -> None:
+def refuse_changed_views(trace: Any, bsyms: list[Any]) -> None:
     """Refuse an in-place operation on a view, if the gradient would have to find its way to what shares its memory.
 
-    thunder 0.2.6 writes to the memory and does not differentiate that, with or without a custom Function; delete this
-    when it does.
+    thunder 0.2.6 writes to the memory and does not differentiate that; delete this when it does.
+
+    Args:
+        trace: the computation trace.
+        bsyms: its bound symbols, those of views that are certain rewritten (:mod:`hookkit.engine.functionalise`).
+
+    Raises:
+        HookError: if there is one.
     """
-    views, same = _Sharing(), _Sharing()
+    views, same = Sharing(), Sharing()
     changed: dict[str, Any] = {}
-    for bsym in trace.bound_symbols:
-        for argument in bsym.flat_proxy_args:
-            if argument.name in changed:
+    inputs = {o.name for b in bsyms if b.sym.id == prims.PrimIDs.UNPACK_TRIVIAL for o in b.flat_proxy_outs}
+    for bsym in bsyms:
+        is_return = bsym.sym.id == prims.PrimIDs.RETURN
+        for argument in proxies_in(bsym.args[0]["output"]) if is_return else bsym.flat_proxy_args:
+            if argument.name in changed and gradflow.requires_grad(trace, argument):
                 change = changed[argument.name]
                 raise HookError(
                     f"{change.sym.name} changes a tensor in place that is a view, or has one, and what shares its "
-                    f"memory is read afterwards ({_place(change)}); thunder does not differentiate that. Write it "
-                    "without the view, as in h = torch.cat(...) or h = torch.where(...), or change the whole tensor."
+                    f"memory is read afterwards ({place(change)}); thunder does not differentiate that. Write it "
+                    "without the view, as in h = torch.cat(...) or h = torch.where(...), or change the whole tensor. "
+                    "Whether reshape, flatten and contiguous share or copy is not known: use view, or clone."
                 )
         tensors = [a for a in bsym.flat_proxy_args if isinstance(a, TensorProxy)]
         outs = [o for o in bsym.flat_proxy_outs if isinstance(o, TensorProxy)]
@@ -107,15 +116,16 @@ def _refuse_changed_views(trace: Any) -> None:
             for out in outs:
                 same.join(tensors[0].name, out.name)
                 views.join(tensors[0].name, out.name)
-            if any(gradflow.requires_grad(trace, o) for o in outs):
-                others = views.group(tensors[0].name) - same.group(tensors[0].name)
+            others = views.group(tensors[0].name) - same.group(tensors[0].name)
+            # thunder has no gradient for an input that is changed through a detached view
+            if any(gradflow.requires_grad(trace, o) for o in outs) or not others.isdisjoint(inputs):
                 changed.update(dict.fromkeys(others, bsym))
-        elif bsym.sym in ltorch._syms_returning_views:
-            for out in outs:
-                views.join(tensors[0].name, out.name)
+        else:
+            note_sharing(views, bsym)
 
 
-def _place(bsym: Any) -> str:
+def place(bsym: Any) -> str:
+    """The user's file and line of an operation."""
     line = getattr(bsym.source_positions, "lineno", None)
     return f"{bsym.source_filename}:{line}"
 
@@ -126,38 +136,6 @@ def cuts_gradient(trace: Any, bsym: Any, target: TensorProxy) -> bool:
     return copy.kwargs.get("grad_enabled") is False and gradflow.requires_grad(trace, target)
 
 
-class _Sharing:
-    """Which tensors share memory."""
-
-    def __init__(self) -> None:
-        self._groups: dict[str, set[str]] = {}
-
-    def group(self, name: str) -> set[str]:
-        return self._groups.get(name, {name})
-
-    def join(self, a: str, b: str) -> None:
-        group = self.group(a) | self.group(b)
-        for name in group:
-            self._groups[name] = group
-
-
-def _note_sharing(sharing: _Sharing, bsym: Any) -> None:
-    if not (_may_view(bsym) or changes_in_place(bsym)):
-        for inner in bsym.subsymbols:
-            _note_sharing(sharing, inner)
-        return
-    inputs = [a.name for a in bsym.flat_proxy_args if isinstance(a, TensorProxy)]
-    for out in bsym.flat_proxy_outs:
-        if inputs and isinstance(out, TensorProxy):
-            sharing.join(inputs[0], out.name)
-
-
-def _may_view(bsym: Any) -> bool:
-    symbols = (ltorch._syms_returning_views, ltorch._syms_that_may_return_views)
-    named = bsym.sym.name in ("detach", "shallow_copy")
-    return named or any(bsym.sym in s for s in symbols) or bool(getattr(bsym.sym.meta, "views", ()))
-
-
 def shared_names(bsyms: Any, roots: dict[str, str]) -> set[str]:
     """The tensors that may share memory with another one when that, or they themselves, are changed in place.
 
@@ -165,14 +143,16 @@ def shared_names(bsyms: Any, roots: dict[str, str]) -> set[str]:
         bsyms: bound symbols, in order.
         roots: from each name of a tensor that is changed in place to its first.
     """
-    sharing = _Sharing()
+    sharing = Sharing()
     names: dict[str, list[str]] = {}
     for name, root in roots.items():
         names.setdefault(root, []).append(name)
     shared: set[str] = set()
+    seen: set[str] = set()  # not what exists only inside of an operation
     for bsym in bsyms:
+        seen.update(p.name for p in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs))
         if not changes_in_place(bsym):
-            _note_sharing(sharing, bsym)
+            note_sharing(sharing, bsym)
             continue
         target = next(a for a in bsym.flat_proxy_args if isinstance(a, TensorProxy)).name
         group = {target}
@@ -180,7 +160,7 @@ def shared_names(bsyms: Any, roots: dict[str, str]) -> set[str]:
             group
         ):
             group = wider
-        tensors = {roots.get(n, n) for n in group}
+        tensors = {roots.get(n, n) for n in group & seen}
         if len(tensors) > 1:
             shared |= tensors
     return shared
@@ -188,11 +168,11 @@ def shared_names(bsyms: Any, roots: dict[str, str]) -> set[str]:
 
 def views_of_arguments(forward: Any, outputs: Any) -> frozenset[str]:
     """The outputs of recorded operations that may share memory with tensors from outside."""
-    sharing = _Sharing()
+    sharing = Sharing()
     made: set[str] = set()
     outside: set[str] = set()
     for bsym in forward:
         outside.update(a.name for a in bsym.flat_proxy_args if a.name not in made)
         made.update(o.name for o in bsym.flat_proxy_outs)
-        _note_sharing(sharing, bsym)
+        note_sharing(sharing, bsym)
     return frozenset(o.name for o in outputs if sharing.group(o.name) & outside)

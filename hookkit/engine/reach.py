@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from thunder.core.proxies import Proxy, TensorProxy
 
-from hookkit.engine.gradflow import changes_in_place
+from hookkit.engine.sharing import changes_in_place
 
 __all__ = ["metadata_of", "none_used", "reach_of_calls", "running", "undefined_outputs", "used_or_zeros"]
 

@@ -25,7 +25,7 @@ from thunder.extend import ImplInfo
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from hookkit.engine import gradflow
-from hookkit.engine.gradflow import changes_in_place
+from hookkit.engine.sharing import changes_in_place
 from hookkit.engine.symbols import make_symbol, symbol_name
 from hookkit.engine.values import Tag, proxies_in
 

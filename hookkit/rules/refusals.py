@@ -16,6 +16,7 @@ __all__ = [
     "detach_",
     "grad",
     "grad_fn",
+    "register_hook",
     "reshaping",
     "retain_grad",
     "saved_tensors_hooks",
@@ -61,6 +62,21 @@ def grad(call: hookkit.Call, *args: Any) -> NoReturn:
         f"grad of a tensor is not supported inside a program compiled by thunder (at {call.source}): what it is "
         "then is not known while the program is traced. Ask for it outside the compiled program, or inside a "
         "torch.autograd.Function, which then runs as one operator."
+    )
+
+
+REGISTER_HOOK: Any = [torch.Tensor.register_hook]
+if hasattr(torch.Tensor, "register_post_accumulate_grad_hook"):
+    REGISTER_HOOK.append(torch.Tensor.register_post_accumulate_grad_hook)
+
+
+@hookkit.rule(REGISTER_HOOK, mode="trace", pass_call=True, priority=-100)
+def register_hook(call: hookkit.Call, self: Any, hook: Any) -> NoReturn:
+    """Refuse to have a function called with a gradient."""
+    raise hookkit.HookError(
+        f"{call} is not supported inside a program compiled by thunder: there is no autograd graph while it is traced. "
+        "Register the hook outside the compiled program, on a tensor that it takes or returns; or change the gradient "
+        "in the backward of a torch.autograd.Function."
     )
 
 
