@@ -467,3 +467,12 @@ def test_a_buffer_without_grad_is_written_in_place():
     torch.testing.assert_close(jitted(matrix().detach(), cache), 2 * cache)
     assert "scatter" not in str(thunder.last_traces(jitted)[-1])
     torch.testing.assert_close(cache[:, 1:], matrix().detach()[:, 1:])
+
+
+def test_what_is_written_over_has_a_gradient_of_zeros():
+    def program(x, y):
+        h = x * 2
+        h.copy_(y)
+        return h * 3
+
+    assert_agrees(program, matrix(), matrix())

@@ -126,6 +126,9 @@ def functionalise(trace: Any, bsyms: list[Any], *, strict: bool = True) -> tuple
         if isinstance(written, Proxy):
             new = current.get(variableify(written), written)
         new = _recorded(trace, result, _as, new, destination)
+        is_read = any(a.name == target.name for b in computation for a in b.flat_proxy_args)
+        if not strict and not is_read and gradflow.requires_grad(trace, target):
+            new = _recorded(trace, result, _instead, current.get(variableify(target), target), new)
         for out in original.flat_proxy_outs:
             if isinstance(out, TensorProxy):
                 current[variableify(out)] = new
@@ -349,6 +352,11 @@ def _as(value: Any, like: TensorProxy) -> TensorProxy:
     if tuple(new.shape) != tuple(like.shape):
         new = clang.expand(new, like.shape)
     return prims.shallow_copy(value) if new is value else new
+
+
+def _instead(old: TensorProxy, new: TensorProxy) -> Any:
+    """A new value that nothing of the old one is in; the gradient of that is zeros, and not None."""
+    return clang.where(clang.full(old.shape, False, device=old.device, dtype=dtypes.bool8), old, new)
 
 
 def _recorded(trace: Any, result: list[Any], operation: Callable[..., Any], *args: Any) -> Any:
