@@ -409,6 +409,20 @@ def test_what_is_not_used_is_known_though_the_first_output_is_an_input():
         assert_equal(found, expected)
 
 
+@pytest.mark.xfail(strict=True, reason="a program is one node of PyTorch's autograd, which leads to all of its inputs")
+def test_a_function_that_made_an_input_runs_only_if_that_is_used():
+    outside = function(lambda ctx, x: x * 2, lambda ctx, grad: 100 * grad + 7)
+
+    def program(x, y):
+        return x * 3, y * 5
+
+    for compiled in (program, thunder.jit(program)):
+        x = vector()
+        first, _ = compiled(x, outside.apply(x))
+        first.sum().backward()
+        assert torch.equal(x.grad, torch.full_like(x, 3.0))
+
+
 def test_an_argument_that_is_returned_twice_is_two_tensors():
     def backward(ctx, first, second, third, fourth):
         return 100 * first + second.exp() + third.cos() + fourth.sin()
