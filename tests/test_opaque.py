@@ -389,3 +389,33 @@ def test_a_compiled_program_and_its_function_can_be_collected():
         gc.collect()
     assert jitted() is None
     assert function_() is None
+
+
+@pytest.mark.parametrize("keeps", ["forward", "context"], ids=["short way", "engine"])
+@pytest.mark.parametrize("leaf", [torch.nn.Parameter, lambda t: t.requires_grad_()], ids=["parameter", "tensor"])
+def test_a_backward_reads_the_gradient_that_an_input_has_so_far(leaf, keeps):
+    class ReadsGrad(Function):
+        @staticmethod
+        def forward(ctx, x, options):
+            ctx.save_for_backward(x)
+            return x * 3
+
+        @staticmethod
+        def backward(ctx, grad):
+            (x,) = ctx.saved_tensors
+            return grad * 100 + (0 if x.grad is None else x.grad), None
+
+    options = None if keeps == "forward" else [1]
+
+    def outcome(function):
+        x = leaf(torch.ones(2))
+        for _ in range(3):
+            function(x).sum().backward()
+        return x.grad
+
+    def program(x):
+        return ReadsGrad.apply(x, options) * 2
+
+    rule = hookkit.rule(ReadsGrad, mode="opaque", register=False)
+    with hookkit.use(rule):
+        torch.testing.assert_close(outcome(thunder.jit(program)), outcome(program))

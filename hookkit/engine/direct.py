@@ -16,7 +16,7 @@ import torch
 
 from hookkit import compat
 from hookkit.engine import reach
-from hookkit.engine.eager import OpaqueState, materializes_grads, undefined_root
+from hookkit.engine.eager import OpaqueState, is_own_leaf, materializes_grads, undefined_root
 from hookkit.engine.tracing import add_note
 from hookkit.engine.values import PLAIN, Slot, broadcasts_to
 
@@ -132,7 +132,7 @@ class DirectCall:
                 if value.requires_grad:
                     if not needed:
                         value = value.detach()
-                    elif type(value) is not parameter:
+                    elif type(value) is not parameter and not is_own_leaf(value):
                         value = value.detach().requires_grad_()
                 elif needed:
                     value = value.detach().requires_grad_()

@@ -31,6 +31,7 @@ __all__ = [
     "EagerState",
     "OpaqueState",
     "fill",
+    "is_own_leaf",
     "materializes_grads",
     "provider_callee",
     "run_eagerly",
@@ -96,6 +97,14 @@ def _is_held(node: Any) -> bool:
     return _references(node) > _references_to_nothing_held()
 
 
+def is_own_leaf(tensor: torch.Tensor) -> bool:
+    """Whether a tensor that requires grad is one that the program was given: it has a ``grad`` that may be read.
+
+    A view of a leaf that is made with grad mode off is a leaf, too.
+    """
+    return isinstance(tensor, torch.nn.Parameter) or (tensor.is_leaf and not tensor._is_view())
+
+
 def undefined_root(output: torch.Tensor) -> torch.Tensor:
     """A scalar from which PyTorch's engine reaches the node of an output without a gradient for it."""
     with torch.enable_grad():
@@ -140,7 +149,7 @@ class EagerState(OpaqueState):
         edges: for each output that requires grad its place in the graph.
         sink: where the gradients of the inputs arrive.
         entered: the indices of the inputs that came in through the border node.
-        leaves: the parameters that were handed on as they are.
+        leaves: those that were handed on as they are.
         anchor: what makes the border node require grad.
     """
 
@@ -278,7 +287,7 @@ def run_eagerly(
             if not needed:
                 if isinstance(value, torch.Tensor) and value.requires_grad:
                     prepared[index] = value.detach()
-            elif isinstance(value, torch.nn.Parameter) and value.requires_grad and not value._backward_hooks:
+            elif value.requires_grad and is_own_leaf(value) and not value._backward_hooks:
                 leaves[index] = value
             else:
                 entered.append(index)
