@@ -416,6 +416,20 @@ def test_a_list_of_outputs_is_not_tracked_under_thunderfx():
     assert_same(lambda x: (f.apply(x)[1] * 2, x * 3), vector(), jit=thunderfx)
 
 
+def test_a_function_that_made_an_input_does_not_run_if_nothing_depends_on_that():
+    outside = function(lambda ctx, x: x * 2, lambda ctx, grad: 100 * grad + 7)
+    inside = function(lambda ctx, x: x * 2, lambda ctx, grad: 100 * grad)
+
+    def program(x, y):
+        return inside.apply(x), inside.apply(y).detach() * 5
+
+    for compiled in (program, thunder.jit(program)):
+        x = vector()
+        first, _ = compiled(x, outside.apply(x))
+        first.sum().backward()
+        assert torch.equal(x.grad, torch.full_like(x, 100.0))
+
+
 @pytest.mark.xfail(strict=True, reason="a program is one node of PyTorch's autograd, which leads to all of its inputs")
 def test_a_function_that_made_an_input_runs_only_if_that_is_used():
     outside = function(lambda ctx, x: x * 2, lambda ctx, grad: 100 * grad + 7)

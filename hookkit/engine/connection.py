@@ -25,10 +25,12 @@ class Functions(str):
 
     Attributes:
         reach: for each argument of the program to which of its outputs it leads; empty if that does not matter.
+        unreached: the places of arguments that lead to none.
         undefined: in a backward, which of the outputs have no gradient.
     """
 
     reach: Sequence[frozenset[int]] = ()
+    unreached: Sequence[int] = ()
     undefined: Sequence[bool] = ()
 
 
@@ -47,6 +49,10 @@ def connect(stock: Callable[..., Any], **connection: Any) -> Any:
     of_this_call = Functions(names)
     of_this_call.reach, of_this_call.undefined = names.reach, undefined
     connection["saved_other"] = tuple(of_this_call if o is names else o for o in others)
+    if names.unreached:  # PyTorch would run what made them, without a gradient
+        arguments = connection["flat_args"] = list(connection["flat_args"])
+        for place in names.unreached:
+            arguments[place] = arguments[place].detach()
     connection["is_differentiable_outputs"] = None  # thunderfx states it for all; `flat_output` has those that are
     stock(**connection)
     # an input that the program returns keeps the node that it has

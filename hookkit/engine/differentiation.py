@@ -22,7 +22,7 @@ from thunder.core.trace import tracectx
 from hookkit.engine import gradflow
 from hookkit.engine.connection import Functions
 from hookkit.engine.mutation import Retrace
-from hookkit.engine.reach import reach_of_calls
+from hookkit.engine.reach import reach_of_calls, unreached_arguments
 from hookkit.engine.sharing import changes_in_place
 from hookkit.engine.symbols import Composite, called
 from hookkit.engine.values import Tag
@@ -39,6 +39,7 @@ class _Notes(threading.local):
     def __init__(self) -> None:
         self.calls: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
         self.reach: weakref.WeakKeyDictionary[Any, list[frozenset[int]]] = weakref.WeakKeyDictionary()
+        self.unreached: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
         self.differentiable: weakref.WeakKeyDictionary[Any, list[bool]] = weakref.WeakKeyDictionary()
 
 
@@ -61,6 +62,7 @@ def differentiate(stock: Callable[..., Any], trace: Any) -> Any:
     tracked = [o for o, d in zip(outputs, differentiable, strict=True) if d]
     calls, results, arguments = reach_of_calls(trace, tracked, _edges)
     _notes.reach[get_compile_data()] = arguments
+    _notes.unreached[get_compile_data()] = unreached_arguments(trace, tracked)
     for place, reached in calls.items():
         call = called(trace.bound_symbols[place])
         if call is not None and len(reached) < len(tracked):
@@ -208,7 +210,7 @@ def split(stock: Callable[..., Any], joint: Any) -> tuple[Any, Any]:
     names = _functions(joint)
     stated = get_compile_option("is_differentiable_outputs", "which outputs are differentiable") is not None
     if names or stated:
-        _save_names(forward, names, _notes.reach.pop(get_compile_data(), []))
+        _save_names(forward, names)
     _take_cotangents(backward, kept, extra=bool(names) or stated)
     return forward, backward
 
@@ -227,12 +229,14 @@ def _functions(joint: Any) -> str:
     return ", ".join(dict.fromkeys(_notes.calls.pop(get_compile_data(), ())))
 
 
-def _save_names(forward: Any, names: str, reach: list[frozenset[int]]) -> None:
+def _save_names(forward: Any, names: str) -> None:
     """Hand the names of the calls on to the backward, for its messages, and what its arguments lead to."""
     functions = Functions(names)
-    functions.reach = reach
+    functions.reach = _notes.reach.pop(get_compile_data(), [])
     returned = forward.bound_symbols[-1]
     values, (tensors, others) = returned.args
+    unreached = _notes.unreached.pop(get_compile_data(), ())
+    functions.unreached = [i for i, a in enumerate(values["flat_args"]) if getattr(a, "name", None) in unreached]
     forward.bound_symbols[-1] = returned.from_bsym(args=(values, (tensors, (*others, functions))))
 
 

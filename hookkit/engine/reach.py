@@ -15,9 +15,18 @@ from typing import Any
 import torch
 from thunder.core.proxies import Proxy, TensorProxy
 
+from hookkit.engine.gradflow import requires_grad
 from hookkit.engine.sharing import changes_in_place
 
-__all__ = ["metadata_of", "none_used", "reach_of_calls", "running", "undefined_outputs", "used_or_zeros"]
+__all__ = [
+    "metadata_of",
+    "none_used",
+    "reach_of_calls",
+    "running",
+    "undefined_outputs",
+    "unreached_arguments",
+    "used_or_zeros",
+]
 
 Reach = frozenset[int]
 
@@ -66,6 +75,22 @@ def reach_of_calls(
             gives.setdefault(argument.name, set()).update(*results[place] if given is None else (reached,))
     arguments = [frozenset(gives.get(a.name, ())) if isinstance(a, Proxy) else frozenset() for a in trace.args]
     return calls, results, arguments
+
+
+def unreached_arguments(trace: Any, outputs: Sequence[Any]) -> set[str]:
+    """The names of a trace's arguments that require grad and lead to none of its outputs; none if that is not known.
+
+    Args:
+        trace: the computation trace.
+        outputs: the outputs that require grad; others do not count.
+    """
+    if any(map(changes_in_place, trace.bound_symbols)):
+        return set()
+    leads = {o.name for o in outputs}
+    for bsym in reversed(trace.bound_symbols[:-1]):
+        if any(o.name in leads and requires_grad(trace, o) for o in bsym.flat_proxy_outs):
+            leads.update(a.name for a in bsym.flat_proxy_args)
+    return {a.name for a in trace.args if isinstance(a, TensorProxy) and a.requires_grad} - leads
 
 
 @contextmanager
