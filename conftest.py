@@ -17,6 +17,7 @@ from sybil.parsers.myst import CodeBlockParser, PythonCodeBlockParser, SkipParse
 
 import hookkit
 
+pytest_plugins = ["pytester"]
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 PRINTED = "__printed__"
 RULES = "__rules__"

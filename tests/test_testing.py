@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from thunder.dynamo import thunderfx
 
 import hookkit
 import hookkit.testing
@@ -190,3 +191,14 @@ def test_the_marker_makes_a_test_for_each_check(pytester):
         ]
     )
     result.assert_outcomes(passed=14, skipped=6, failed=7)
+
+
+def test_a_modules_parameters_are_compared_under_any_compiler():
+    module = torch.nn.Linear(3, 2)
+    hookkit.testing.assert_same(module, torch.randn(4, 3), jit=thunderfx)
+
+    def doubled(function):
+        return lambda x: function(x) + (function.bias - function.bias.detach())
+
+    with pytest.raises(AssertionError, match="gradient of input"):
+        hookkit.testing.assert_same(module, torch.randn(4, 3), jit=doubled)
