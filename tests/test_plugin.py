@@ -38,6 +38,7 @@ HOLDERS = [
     thunder,
     thunder.clang,
     codeutils,
+    thunder.dynamo.splitter,
     jit_ext,
     jit_ext.JitCtx,
     interpreter,
@@ -210,3 +211,36 @@ def test_numel_is_known_under_the_cache_of_symbolic_values():
     x = torch.ones(2, 3, requires_grad=True)
     jitted(x).sum().backward()
     torch.testing.assert_close(x.grad, torch.full((2, 3), 100.0))
+
+
+SETTINGS = {
+    "deterministic algorithms": (
+        torch.are_deterministic_algorithms_enabled,
+        torch.use_deterministic_algorithms,
+        (True, False),
+    ),
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype, (torch.float64, torch.float32)),
+    "matmul precision": (
+        torch.get_float32_matmul_precision,
+        torch.set_float32_matmul_precision,
+        ("high", torch.get_float32_matmul_precision()),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_program_that_asks_for_a_setting_of_torch_is_compiled_again_when_it_changes(name):
+    read, change, (other, usual) = SETTINGS[name]
+
+    def program(x):
+        return x * (2 if read() == usual else 3)
+
+    jitted = thunder.jit(program)
+    assert jitted(torch.ones(2)).tolist() == [2, 2]
+    change(other)
+    try:
+        assert jitted(torch.ones(2)).tolist() == [3, 3]
+    finally:
+        change(usual)
+    assert jitted(torch.ones(2)).tolist() == [2, 2]
+    assert thunder.cache_misses(jitted) == 2

@@ -30,6 +30,7 @@ from hookkit.engine.values import children, is_container
 
 __all__ = [
     "ARGUMENTS",
+    "SETTINGS",
     "STATE",
     "drop",
     "mark",
@@ -39,12 +40,14 @@ __all__ = [
     "read_two",
     "recall",
     "remember",
+    "settings",
     "tracing",
 ]
 
 # Under these names thunder's record of what a program depends on (``cache_info``) holds them.
 ARGUMENTS = "hookkit_arguments"
 STATE = "hookkit_state"
+SETTINGS = "hookkit_settings"
 
 _CALLABLES = (
     type,
@@ -200,6 +203,14 @@ def recall(info: dict[str, Any], constants: Iterable[Any], args: Any, kwargs: An
         return
     info[ARGUMENTS] = describe(args, kwargs)
     info[STATE] = "changed" if watch.changed() else key
+
+
+def settings() -> str:
+    """What a program can ask of torch's settings and thunder takes for a constant."""
+    return (
+        f"{torch.get_float32_matmul_precision()} "
+        f"{torch.get_deterministic_debug_mode()} {torch.backends.cudnn.benchmark} {torch.backends.cudnn.deterministic}"
+    )
 
 
 def describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
