@@ -467,3 +467,17 @@ def test_a_buffer_without_grad_is_written_in_place():
     torch.testing.assert_close(jitted(matrix().detach(), cache), 2 * cache)
     assert "scatter" not in str(thunder.last_traces(jitted)[-1])
     torch.testing.assert_close(cache[:, 1:], matrix().detach()[:, 1:])
+
+
+@pytest.mark.xfail(reason="a compiled program cannot make a tensor from outside a part of its graph", strict=True)
+def test_what_is_computed_outside_from_an_input_that_was_changed_has_its_gradient():
+    def outcome(function):
+        leaf = matrix()
+        given = leaf * 2
+        (function(given) + given).sum().backward()
+        return leaf.grad
+
+    def program(x):
+        return x.mul_(3) * 1
+
+    torch.testing.assert_close(outcome(thunder.jit(program)), outcome(program))

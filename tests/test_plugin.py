@@ -244,3 +244,15 @@ def test_a_program_that_asks_for_a_setting_of_torch_is_compiled_again_when_it_ch
         change(usual)
     assert jitted(torch.ones(2)).tolist() == [2, 2]
     assert thunder.cache_misses(jitted) == 2
+
+
+@pytest.mark.xfail(reason="thunder forgets what is assigned to the outermost module", strict=True)
+def test_an_attribute_of_the_module_is_set():
+    class Remembers(torch.nn.Module):
+        def forward(self, x):
+            self.last = x * 2
+            return self.last + 1
+
+    module = Remembers()
+    thunder.jit(module)(torch.ones(2))
+    assert module.last.tolist() == [2, 2]
