@@ -211,6 +211,7 @@ def _cache_info(stock: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, A
         info = stock()
         if RULES_KEY not in info:
             info[RULES_KEY] = registry.fingerprint()
+            info[caching.SETTINGS] = caching.settings()
             return info
         caller = sys._getframe(1)
         if caller.f_code.co_name == "unpack_inputs":

@@ -476,3 +476,17 @@ def test_what_is_written_over_has_a_gradient_of_zeros():
         return h * 3
 
     assert_agrees(program, matrix(), matrix())
+
+
+@pytest.mark.xfail(reason="a compiled program cannot make a tensor from outside a part of its graph", strict=True)
+def test_what_is_computed_outside_from_an_input_that_was_changed_has_its_gradient():
+    def outcome(function):
+        leaf = matrix()
+        given = leaf * 2
+        (function(given) + given).sum().backward()
+        return leaf.grad
+
+    def program(x):
+        return x.mul_(3) * 1
+
+    torch.testing.assert_close(outcome(thunder.jit(program)), outcome(program))

@@ -419,3 +419,18 @@ def test_a_backward_reads_the_gradient_that_an_input_has_so_far(leaf, keeps):
     rule = hookkit.rule(ReadsGrad, mode="opaque", register=False)
     with hookkit.use(rule):
         torch.testing.assert_close(outcome(thunder.jit(program)), outcome(program))
+
+
+@pytest.mark.parametrize("returned", [lambda x: x, lambda x: x.view(-1), torch.detach], ids=["it", "view", "detached"])
+def test_an_argument_changed_in_place_and_returned_without_mark_dirty_is_refused_with_what_is_missing(returned):
+    class Changes(Function):
+        @staticmethod
+        def forward(ctx, x):
+            return returned(x.mul_(2))
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 100 * grad
+
+    with pytest.raises(hookkit.HookError, match=r"Changes\(\) at .*test_opaque\.py:\d+ changes an .*mark_dirty"):
+        thunder.jit(lambda x: Changes.apply(x * 1))(vector())

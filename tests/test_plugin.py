@@ -38,6 +38,7 @@ HOLDERS = [
     thunder,
     thunder.clang,
     codeutils,
+    thunder.dynamo.splitter,
     jit_ext,
     jit_ext.JitCtx,
     interpreter,
@@ -238,3 +239,48 @@ class TestDynamo:
         if mark == "set_materialize_grads":
             with pytest.raises(torch._dynamo.exc.Unsupported, match="it calls set_materialize_grads"):
                 thunder.dynamo.thunderfx(lambda x: Marked.apply(x)[0] * 3, fullgraph=True)(x)
+
+
+SETTINGS = {
+    "deterministic algorithms": (
+        torch.are_deterministic_algorithms_enabled,
+        torch.use_deterministic_algorithms,
+        (True, False),
+    ),
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype, (torch.float64, torch.float32)),
+    "matmul precision": (
+        torch.get_float32_matmul_precision,
+        torch.set_float32_matmul_precision,
+        ("high", torch.get_float32_matmul_precision()),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_program_that_asks_for_a_setting_of_torch_is_compiled_again_when_it_changes(name):
+    read, change, (other, usual) = SETTINGS[name]
+
+    def program(x):
+        return x * (2 if read() == usual else 3)
+
+    jitted = thunder.jit(program)
+    assert jitted(torch.ones(2)).tolist() == [2, 2]
+    change(other)
+    try:
+        assert jitted(torch.ones(2)).tolist() == [3, 3]
+    finally:
+        change(usual)
+    assert jitted(torch.ones(2)).tolist() == [2, 2]
+    assert thunder.cache_misses(jitted) == 2
+
+
+@pytest.mark.xfail(reason="thunder forgets what is assigned to the outermost module", strict=True)
+def test_an_attribute_of_the_module_is_set():
+    class Remembers(torch.nn.Module):
+        def forward(self, x):
+            self.last = x * 2
+            return self.last + 1
+
+    module = Remembers()
+    thunder.jit(module)(torch.ones(2))
+    assert module.last.tolist() == [2, 2]

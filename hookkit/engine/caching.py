@@ -30,6 +30,7 @@ from hookkit.engine.values import children, is_container
 
 __all__ = [
     "ARGUMENTS",
+    "SETTINGS",
     "STATE",
     "drop",
     "mark",
@@ -39,12 +40,14 @@ __all__ = [
     "read_two",
     "recall",
     "remember",
+    "settings",
     "tracing",
 ]
 
 # Under these names thunder's record of what a program depends on (``cache_info``) holds them.
 ARGUMENTS = "hookkit_arguments"
 STATE = "hookkit_state"
+SETTINGS = "hookkit_settings"
 
 _CALLABLES = (
     type,
@@ -200,6 +203,20 @@ def recall(info: dict[str, Any], constants: Iterable[Any], args: Any, kwargs: An
         return
     info[ARGUMENTS] = describe(args, kwargs)
     info[STATE] = "changed" if watch.changed() else key
+
+
+_SETTINGS = (
+    torch._C._get_float32_matmul_precision,
+    torch._C._get_deterministic_algorithms,
+    torch._C._get_deterministic_algorithms_warn_only,
+    torch._C._get_cudnn_benchmark,
+    torch._C._get_cudnn_deterministic,
+)
+
+
+def settings() -> str:
+    """What a program can ask of torch's settings and thunder takes for a constant."""
+    return str([get() for get in _SETTINGS])
 
 
 def describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

@@ -692,6 +692,13 @@ def _probe(operator: OpaqueCall, values: list[Any]) -> Expected:
     """Run a call and its backward, and see what comes out."""
     result = operator.run(values)
     tensors, structure = split_tensors(result.output)
+    views = [i for i in _sharing(tensors, values) if i not in result.dirty_outputs]
+    if any(i in views for i in _sharing(tensors, [values[i] for i in result.changed])):
+        raise HookError(
+            f"{operator.description} changes an argument in place and returns it, or a view of it, without saying so, "
+            "which a compiled program cannot follow. Call ctx.mark_dirty with the argument in forward (in a rule "
+            "hookkit.mark with dirty=...) and return it itself, or change and return a clone."
+        )
     for leaf in leaves(structure):
         if not isinstance(leaf, (*PLAIN, Slot)) and not callable(leaf) and not hasattr(leaf, "__module__"):
             raise MetaError(f"{operator.description} returned {type(leaf).__name__}, which is not known before it runs")
@@ -704,7 +711,7 @@ def _probe(operator: OpaqueCall, values: list[Any]) -> Expected:
         changed=sorted(result.changed),
         dirty_outputs=result.dirty_outputs,
         gradients=_probe_gradients(operator, result, [*tensors, *result.changed.values()]),
-        views=[i for i in _sharing(tensors, values) if i not in result.dirty_outputs],
+        views=views,
         saved_bytes=saved_bytes,
         direct=direct,
         is_tuple=isinstance(structure, tuple),
