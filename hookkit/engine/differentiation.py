@@ -207,11 +207,12 @@ def split(stock: Callable[..., Any], joint: Any) -> tuple[Any, Any]:
     forward = _without_extra_outputs(forward, len(outputs), differentiable)
     if not kept:
         return forward, None
-    names = _functions(joint)
+    functions = _functions(forward)
     stated = get_compile_option("is_differentiable_outputs", "which outputs are differentiable") is not None
-    if names or stated:
-        _save_names(forward, names)
-    _take_cotangents(backward, kept, extra=bool(names) or stated)
+    is_noted = bool(functions or functions.reach or functions.unreached or stated)
+    if is_noted:
+        _save(forward, functions)
+    _take_cotangents(backward, kept, extra=is_noted)
     return forward, backward
 
 
@@ -224,19 +225,21 @@ def _written(joint: Any) -> dict[str, Any]:
     return {b.output.name: b.output for b in forward if b.sym.name == "copy_"}
 
 
-def _functions(joint: Any) -> str:
-    """The names of the calls that hookkit took over."""
-    return ", ".join(dict.fromkeys(_notes.calls.pop(get_compile_data(), ())))
-
-
-def _save_names(forward: Any, names: str) -> None:
-    """Hand the names of the calls on to the backward, for its messages, and what its arguments lead to."""
-    functions = Functions(names)
+def _functions(forward: Any) -> Functions:
+    """The names of the calls that hookkit took over, for the backward's messages, and what arguments lead to."""
+    names = _notes.calls.pop(get_compile_data(), ())
+    functions = Functions(", ".join(dict.fromkeys(names)))
     functions.reach = _notes.reach.pop(get_compile_data(), [])
+    unreached = _notes.unreached.pop(get_compile_data(), ())
+    arguments = forward.bound_symbols[-1].args[0]["flat_args"]
+    functions.unreached = [i for i, a in enumerate(arguments) if getattr(a, "name", None) in unreached]
+    return functions
+
+
+def _save(forward: Any, functions: Functions) -> None:
+    """Hand something on to the backward."""
     returned = forward.bound_symbols[-1]
     values, (tensors, others) = returned.args
-    unreached = _notes.unreached.pop(get_compile_data(), ())
-    functions.unreached = [i for i, a in enumerate(values["flat_args"]) if getattr(a, "name", None) in unreached]
     forward.bound_symbols[-1] = returned.from_bsym(args=(values, (tensors, (*others, functions))))
 
 

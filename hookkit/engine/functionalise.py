@@ -44,12 +44,18 @@ def functionalise_program(stock: Callable[..., Any], trace: Any, aliases: list[l
     Raises:
         HookError: if a gradient would be lost.
     """
+    # thunder goes by their addresses, and all tensors without elements have the same
+    arguments, _ = tree_flatten((trace.args, trace.kwargs))
+    aliases = [[i for i in group if i >= len(arguments) or 0 not in arguments[i].shape] for group in aliases]
+    aliases = [group for group in aliases if len(group) > 1]
     if any(changes_in_place(b) for b in trace.bound_symbols):
         bsyms, values = functionalise(trace, trace.bound_symbols, strict=False)
         inputs = {o.name: o for b in bsyms if b.sym.id in _UNPACKING for o in b.flat_proxy_outs}
         changed = {i.name: values[variableify(i)] for i in inputs.values() if variableify(i) in values}
         if changed:
-            _refuse_aliases(trace, aliases, changed)
+            _refuse_aliases(
+                trace, {arguments[i].name for group in aliases for i in group if i < len(arguments)}, changed
+            )
             bsyms[-1:] = _write_inputs(trace, bsyms[-1], inputs, changed)
         functional = from_trace(trace)
         functional.bound_symbols = bsyms
@@ -238,10 +244,8 @@ def _put(bsym: Any, base: TensorProxy, value: TensorProxy, part: TensorProxy) ->
     return clang.reshape(prims.scatter(flat, places, clang.reshape(part, (part.numel,)), 0), value.shape)
 
 
-def _refuse_aliases(trace: Any, aliases: list[list[int]], changed: dict[str, Proxy]) -> None:
+def _refuse_aliases(trace: Any, shared: set[str], changed: dict[str, Proxy]) -> None:
     """Refuse to change an input that shares memory with another one."""
-    arguments, _ = tree_flatten((trace.args, trace.kwargs))
-    shared = {arguments[i].name for indices in aliases for i in indices if i < len(arguments)}
     storages = _storages(trace.bound_symbols, _changed_tensors(trace.bound_symbols))
     for bsym in filter(changes_in_place, trace.bound_symbols):
         if storages[_target(bsym).name] in shared & changed.keys():

@@ -126,8 +126,10 @@ cross_entropy = hookkit.rule(F.cross_entropy, mode="opaque", pass_call=True, pri
 
 @cross_entropy.when
 def _(call: hookkit.Call, *args: Any, **kwargs: Any) -> bool:
-    """A sum, whose backward fails under thunder in every dtype but float64."""
-    return any(call.needs) and any(isinstance(a, str) and a == "sum" for a in (*args, *kwargs.values()))
+    """A sum, or of one element, whose backward fails under thunder in every dtype but float64."""
+    given = [*args, *kwargs.values()]
+    is_sum = any(isinstance(a, str) and a == "sum" for a in given)
+    return any(call.needs) and (is_sum or given[0].ndim == 1)
 
 
 @hookkit.rule([*both("relu"), F.relu], priority=PRIORITY)
