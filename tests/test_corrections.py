@@ -97,6 +97,10 @@ CASES = {
         lambda x: F.cross_entropy(x.reshape(3, 3), TARGET, reduction="sum"),
         values(*range(9), dtype=FLOAT),
     ),
+    "cross_entropy without a batch": (
+        lambda x: F.cross_entropy(x, TARGET[1], reduction="none"),
+        values(1.0, 2.0, 3.0, dtype=FLOAT),
+    ),
     "masked_fill of booleans": (lambda b: b.masked_fill(b, 1), torch.tensor([True, False])),
     "max of booleans": (lambda b: torch.max(b, 0), torch.tensor([[True, False], [False, False]])),
     "div to integers by zero": (

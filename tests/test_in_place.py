@@ -490,3 +490,56 @@ def test_what_is_computed_outside_from_an_input_that_was_changed_has_its_gradien
         return x.mul_(3) * 1
 
     torch.testing.assert_close(outcome(thunder.jit(program)), outcome(program))
+
+
+class Doubled(Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 100 * grad
+
+
+@pytest.mark.filterwarnings("ignore::hookkit.errors.OpaqueFallbackWarning")
+@pytest.mark.parametrize("change", [lambda h: h.mul_(3), lambda h: Doubled.apply(h)], ids=["operation", "Function"])
+def test_what_is_returned_before_and_after_a_change_is_one_tensor(change):
+    def program(x):
+        h = x * 2
+        return h, change(h), h
+
+    assert_agrees(program, matrix())
+    first, second, third = thunder.jit(program)(matrix())
+    assert first is second is third
+
+
+@pytest.mark.filterwarnings("ignore::hookkit.errors.OpaqueFallbackWarning")
+def test_tensors_without_elements_share_no_memory():
+    def program(x, numbers):
+        changed, _ = Doubled.apply(numbers), x
+        return x * 2, changed
+
+    assert_agrees(program, torch.ones(0, 3, requires_grad=True), torch.ones(0, 3, dtype=torch.int64))
+
+
+@pytest.mark.filterwarnings("ignore::hookkit.errors.OpaqueFallbackWarning")
+@pytest.mark.xfail(strict=True, reason="an opaque call gets a copy of what it changes, and ctx keeps that")
+def test_an_attribute_of_ctx_that_is_changed_after_the_call_has_its_last_value():
+    class Kept(Function):
+        @staticmethod
+        def forward(ctx, x):
+            x.mul_(2)
+            ctx.mark_dirty(x)
+            ctx.kept = x
+            return x
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 100 * grad * ctx.kept
+
+    def program(x):
+        return Kept.apply(Kept.apply(x * 2))
+
+    assert_agrees(program, matrix())

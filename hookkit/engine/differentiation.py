@@ -58,7 +58,10 @@ def differentiate(stock: Callable[..., Any], trace: Any) -> Any:
             for out in bsym.flat_proxy_outs:
                 out.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
     outputs, _ = tree_flatten_with_dataclass(trace.bound_symbols[-1].args[0]["output"])
-    differentiable = _notes.differentiable[get_compile_data()] = [gradflow.requires_grad(trace, o) for o in outputs]
+    # a tensor that is returned twice is one output of the graph
+    first = {getattr(o, "name", None): i for i, o in reversed(list(enumerate(outputs)))}
+    differentiable = [gradflow.requires_grad(trace, o) and first[o.name] == i for i, o in enumerate(outputs)]
+    _notes.differentiable[get_compile_data()] = differentiable
     tracked = [o for o, d in zip(outputs, differentiable, strict=True) if d]
     calls, results, arguments = reach_of_calls(trace, tracked, _edges)
     _notes.reach[get_compile_data()] = arguments
