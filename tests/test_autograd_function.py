@@ -1204,3 +1204,13 @@ def test_a_hook_on_a_tensor_that_a_function_makes_runs_opaque():
         return x * 3
 
     assert_same(function(forward, lambda ctx, grad: 100 * grad * ctx.grad).apply, vector())
+
+
+def test_an_argument_that_is_returned_and_handed_on_in_a_container_is_itself_there():
+    apply = function(lambda ctx, x: (x, [x]), lambda ctx, grad, _: 100 * grad).apply
+
+    def program(x):
+        output, (inner,) = apply(x)
+        return output * 1, inner * 3, inner
+
+    assert_same(program, vector())

@@ -306,13 +306,13 @@ def _own_outputs(
     outputs: list[Proxy] = []
     owned: dict[str, TensorProxy] = {}
 
-    def own(value: Any) -> Any:
+    def own(value: Any, nested: bool) -> Any:
         if not isinstance(value, TensorProxy):
             return value
         tracked = (tree or id(value) in top) and value.name not in marked and is_differentiable_dtype(value)
         requires = bool(any_needed and tracked)
         outside = value.name not in produced
-        if outside and not (tree or id(value) in top):
+        if outside and not tree and (nested or id(value) not in top):
             return value  # a tensor from outside, handed on in a container that is not looked into
         if value.name in owned and value.name not in arguments:
             return owned[value.name]
@@ -326,7 +326,10 @@ def _own_outputs(
         outputs.append(mine)
         return mine
 
-    returned = map_leaves(own, output)
+    def own_item(item: Any) -> Any:
+        return map_leaves(partial(own, nested=is_container(item)), item)
+
+    returned = tuple(map(own_item, output)) if type(output) is tuple else own_item(output)
     if swap:
         forward[:] = [b.from_bsym_swap_proxies(swap) for b in forward]
     return outputs, returned, swap
