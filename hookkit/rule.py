@@ -228,6 +228,11 @@ class Rule:
         return self._opaque_callee or self.forward is None
 
     @property
+    def is_conditional_correction(self) -> bool:
+        """Whether the rule ships with hookkit, for the calls alone for which its condition is true."""
+        return str(getattr(self._when, "__module__", "")).startswith("hookkit.rules.")
+
+    @property
     def backward_provider(self) -> Callable[..., Any] | None:
         """The backward provider, or None."""
         return self._backward

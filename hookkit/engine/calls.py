@@ -79,7 +79,8 @@ def lookaside_for(
     except HookError as error:
         return partial(lambda error, *_, **__: raise_in_program(error), error)
     if not any(c.declined is None for c in candidates):
-        if candidates and records.all_candidates_wanted():
+        # that a correction does not concern a call says nothing
+        if records.all_candidates_wanted() and any(not c.rule.is_conditional_correction for c in candidates):
             records.note(call, candidates, trace)
         return None
     record = records.note(call, candidates, trace)
