@@ -543,3 +543,26 @@ def test_an_attribute_of_ctx_that_is_changed_after_the_call_has_its_last_value()
         return Kept.apply(Kept.apply(x * 2))
 
     assert_agrees(program, matrix())
+
+
+@pytest.mark.xfail(strict=True, reason="what an opaque call returns twice is two tensors to what comes after it")
+@pytest.mark.filterwarnings("ignore::hookkit.errors.OpaqueFallbackWarning")
+def test_what_an_opaque_call_returns_twice_is_changed_twice():
+    class Twice(Function):
+        @staticmethod
+        def forward(ctx, x):
+            y = x * 2
+            return y, y
+
+        @staticmethod
+        def backward(ctx, first, second):
+            return 100 * second
+
+    def program(x):
+        first, second = Twice.apply(x)
+        with torch.no_grad():
+            second.mul_(3)
+        return first * 1
+
+    with hookkit.use(hookkit.rule(Twice, mode="opaque", register=False)):
+        assert_agrees(program, matrix())
