@@ -324,6 +324,20 @@ class TestReport:
         assert "&lt;b&gt;bold" in html
         assert "<b>" not in html
 
+    def test_a_graph_of_which_thunder_gets_nothing_has_no_calls(self, x):
+        from thunder.dynamo import thunderfx
+
+        def hooked(x):
+            y = x.sin()
+            y.register_hook(lambda gradient: gradient * 10)
+            return y * 2
+
+        torch._dynamo.reset()
+        compiled = thunderfx(hooked)
+        compiled(x)
+        assert hookkit.report(compiled).calls == ()
+        assert "0 calls" in str(hookkit.report(compiled))
+
     def test_thunderfx_has_a_step_for_each_graph(self, x):
         from thunder.dynamo import thunderfx
 

@@ -370,3 +370,24 @@ def test_assert_same_agrees_where_the_rule_says_what_pytorch_says():
         lambda saved, grad: {"x": grad * saved.y, "y": grad * saved.x},
     )
     assert_same(product, vector(), vector())
+
+
+@pytest.mark.parametrize("mode", ["auto", "opaque"])
+def test_an_argument_left_at_its_default_needs_no_gradient(mode):
+    def shifted(x, scale=2.0, shift=None):
+        return x * scale if shift is None else x * scale + shift
+
+    @hookkit.rule(shifted, mode=mode, register=False)
+    def rule(x, scale=2.0, shift=None):
+        return shifted(x, scale, shift), hookkit.save(scale=scale)
+
+    @rule.backward
+    def _(saved, grad):
+        return {"x": 100 * grad * saved.scale, "shift": 100 * grad if saved.needs["shift"] else None}
+
+    with hookkit.use(rule):
+        x, shift = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+        thunder.jit(lambda x: shifted(x, 3.0))(x).sum().backward()
+        assert x.grad.tolist() == [300.0] * 3
+        thunder.jit(lambda x, s: shifted(x, shift=s))(x, shift).sum().backward()
+        assert shift.grad.tolist() == [100.0] * 3

@@ -33,11 +33,13 @@ class Bound:
         names: for each positional argument the name of its parameter, or ``"args[2]"`` for one of ``*args``, or
             ``"argument 2"`` where Python does not know the names.
         by_name: the arguments by parameter name; ``*args`` as a tuple.
+        omitted: the names of the parameters that are left at their defaults.
     """
 
     call: Call
     names: tuple[str, ...]
     by_name: dict[str, Any]
+    omitted: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, rule: Rule, call: Call) -> Bound:
@@ -69,7 +71,9 @@ class Bound:
         for k, parameter in signature.parameters.items():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                 by_name.update(bound.arguments.get(k, {}))
-        return cls(call, tuple(names), by_name)
+        variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        omitted = [n for n, p in signature.parameters.items() if n not in by_name and p.kind not in variadic]
+        return cls(call, tuple(names), by_name, tuple(omitted))
 
     def needs(self, inputs: Sequence[Any]) -> dict[str, Any]:
         """By parameter name, whether a gradient is needed; a tuple of bools for ``*args`` and other containers."""
@@ -80,7 +84,7 @@ class Bound:
                 return tuple(need(v) for v in value)
             return any(_identity(t) in wanted for t in leaves(value) if isinstance(t, _TENSORS))
 
-        return {name: need(value) for name, value in self.by_name.items()}
+        return {**dict.fromkeys(self.omitted, False), **{name: need(value) for name, value in self.by_name.items()}}
 
     def pair_gradients(self, rule: Rule, result: Any) -> list[tuple[str, Any, Any]]:
         """Put each gradient beside its tensor.
@@ -90,7 +94,7 @@ class Bound:
         """
         where = f"the backward provider of the rule {rule.name} for {self.call}"
         if isinstance(result, dict):
-            unknown = [k for k in result if k not in self.by_name]
+            unknown = [k for k, v in result.items() if k not in self.by_name and not (k in self.omitted and v is None)]
             if unknown:
                 raise GradientError(
                     f"{where} returned a gradient for {unknown[0]!r}, which is no argument of the call; "
@@ -99,6 +103,7 @@ class Bound:
             return [
                 pair
                 for name, gradient in result.items()
+                if name in self.by_name
                 for pair in self._match(where, name, self.by_name[name], gradient, rule)
             ]
         items = tuple(result) if isinstance(result, tuple | list) else (result,)

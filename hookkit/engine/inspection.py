@@ -137,6 +137,8 @@ def compiled_steps(jitted: Any) -> list[CompiledStep]:
     backend = getattr(jitted, "_backend", None)
     if backend is not None and hasattr(backend, "subgraph_infos"):
         parts = [f for info in backend.subgraph_infos for f in info.thunder_compiled_fns or ()]
+        if backend.subgraph_infos and not parts:  # all of it went to inductor
+            return []
     else:
         parts = [jitted]
     stats = [thunder.compile_stats(part) for part in parts]
