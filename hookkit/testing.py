@@ -242,10 +242,9 @@ class _Case:
         has_backward = self.rule is not None and self.rule.backward_provider is not None
         return bool(inputs) and (has_backward or any(t.requires_grad for t in _tensors(self.program(*given))))
 
-    def compare(self, args: Sequence[Any], cotangent: Cotangent | None = None) -> str | None:
-        return _difference(
-            _observe(self.program, args, cotangent), _observe(thunder.jit(self.program), args, cotangent)
-        )
+    def compare(self, args: Sequence[Any], cotangent: Cotangent | None = None, used: int | None = None) -> str | None:
+        expected = _observe(self.program, args, cotangent, used)
+        return _difference(expected, _observe(thunder.jit(self.program), args, cotangent, used))
 
 
 def _inputs(case: _Case) -> str | None:
@@ -299,8 +298,7 @@ def _each_output_alone(case: _Case) -> str | None:
     if count < 2:
         raise _DoesNotApply("needs two outputs that require grad")
     for used in range(count):
-        eager = _observe(case.program, case.args, used=used)
-        difference = _difference(eager, _observe(thunder.jit(case.program), case.args, used=used))
+        difference = case.compare(case.args, used=used)
         if difference:
             return f"output {used} alone: {difference}"
     return None

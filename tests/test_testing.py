@@ -20,6 +20,13 @@ class Cube(torch.autograd.Function):
         return 3 * g * x * x * y + h, g * x**3 + h
 
 
+class WrongCube(Cube):
+    @staticmethod
+    def backward(ctx, g, h):
+        x, y = ctx.saved_tensors
+        return 300 * g * x * x * y + h, g * x**3 + h
+
+
 def inputs():
     return tuple(torch.rand(3, dtype=torch.float64).add(0.5).requires_grad_() for _ in range(2))
 
@@ -31,13 +38,7 @@ def test_a_right_function_passes_every_check():
 
 
 def test_a_wrong_gradient_fails_the_finite_differences_alone():
-    class Wrong(Cube):
-        @staticmethod
-        def backward(ctx, g, h):
-            x, y = ctx.saved_tensors
-            return 300 * g * x * x * y + h, g * x**3 + h
-
-    result = hookkit.testing.check_rule(Wrong, *inputs())
+    result = hookkit.testing.check_rule(WrongCube, *inputs())
     assert [c.name for c in result.checks if c.passed is False] == ["finite differences"]
     assert "finite differences" in str(result)
 
@@ -121,13 +122,7 @@ def test_what_cannot_be_called_is_refused():
 
 
 def test_arguments_that_need_no_gradient_do_not_pass_for_a_test_of_the_backward():
-    class Wrong(Cube):
-        @staticmethod
-        def backward(ctx, g, h):
-            x, y = ctx.saved_tensors
-            return 300 * g * x * x * y + h, g * x**3 + h
-
-    result = hookkit.testing.check_rule(Wrong, *(t.detach() for t in inputs()))
+    result = hookkit.testing.check_rule(WrongCube, *(t.detach() for t in inputs()))
     assert [c.name for c in result.checks if c.passed is False] == ["inputs that require grad"]
 
 
