@@ -188,7 +188,11 @@ def _patches() -> list[Patch]:
         Patch(FunctionCtx, "set_materialize_grads", set_materialize_grads),
         Patch(AutogradFunctionVariable, "call_apply", partialmethod(dynamo.apply, AutogradFunctionVariable.call_apply)),
         Patch(ContextVariable, "call_method", partialmethod(dynamo.call_method, ContextVariable.call_method)),
-        Patch(ContextVariable, "var_getattr", partialmethod(dynamo.var_getattr, ContextVariable.var_getattr)),
+        *(
+            Patch(ContextVariable, n, partialmethod(dynamo.var_getattr, getattr(ContextVariable, n)))
+            for n in ("var_getattr",)
+            if hasattr(ContextVariable, n)
+        ),
         *(
             Patch(AutogradFunctionApplyVariable, n, partialmethod(step, getattr(AutogradFunctionApplyVariable, n)))
             for n, step in dynamo.STEPS.items()

@@ -20,7 +20,7 @@ __all__ = ["checkpoint_rule", "tag_activation_checkpoint"]
 
 @hookkit.rule(checkpoint, mode="inline", priority=-100)
 def checkpoint_rule(
-    function: Any,
+    function: Any = None,
     *args: Any,
     use_reentrant: bool | None = None,
     context_fn: Any = noop_context_fn,
@@ -28,6 +28,7 @@ def checkpoint_rule(
     debug: bool = False,
     early_stop: bool = True,
     preserve_rng_state: bool = True,
+    respect_saved_tensors_hooks: Any = None,
     **kwargs: Any,
 ) -> Any:
     """Recompute; or, with ``use_reentrant=True`` and no argument that requires grad, compute without a gradient."""
