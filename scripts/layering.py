@@ -31,6 +31,7 @@ ORDER = [
     ["call.py"],
     ["operators.py"],
     ["residuals.py"],
+    ["patch.py"],
     ["compat.py"],
     ["errors.py"],
     ["autoload.py"],
@@ -38,7 +39,7 @@ ORDER = [
 # Modules that import the standard library alone, and what their functions may import besides, upwards too.
 STDLIB_ONLY = {"autoload.py": ["plugin.py", "compat.py"]}
 # The only modules that assign to attributes of torch or thunder.
-INSTALLERS = ["plugin.py", "compat.py"]
+INSTALLERS = ["patch.py", "compat.py"]
 
 FOREIGN = ("torch", "thunder")
 CLOSED = ("thunder.core", "thunder.extend")

@@ -27,9 +27,11 @@ from thunder.core.compile_data import _compile_data
 from hookkit.engine import records
 from hookkit.engine.effects import State
 from hookkit.engine.values import children, is_container
+from hookkit.patch import Patch, around
 
 __all__ = [
     "ARGUMENTS",
+    "PATCHES",
     "SETTINGS",
     "STATE",
     "drop",
@@ -337,3 +339,20 @@ def _is_still(now: Any, before: Any) -> bool:
 
 def _are_still(now: list[Any], before: list[Any]) -> bool:
     return len(now) == len(before) and all(map(_is_still, now, before))
+
+
+def _takes_over_calls(_: Any) -> bool:
+    program = _program.get()
+    return program is not None and bool(program.functions)
+
+
+PATCHES = [
+    Patch(
+        f"thunder.core.interpreter:_default_opcode_handler_map[{instruction}]",
+        around(read_two),
+        "a program is not compiled again when a container that it compares has changed",
+        takes=("inst, stack, **kwargs",),
+        concerns=_takes_over_calls,
+    )
+    for instruction in ("COMPARE_OP", "DICT_UPDATE")
+]

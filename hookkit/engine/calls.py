@@ -25,11 +25,12 @@ from hookkit.engine.tracing import Raised, add_note, raise_in_program, user_sour
 from hookkit.engine.values import unwrap_arguments
 from hookkit.errors import HookError, UntraceableError
 from hookkit.modes import ModeInForce, mode_in_force
+from hookkit.patch import Patch, around
 from hookkit.registry import registry
 from hookkit.rule import Rule
 from hookkit.targets import signature_of
 
-__all__ = ["lookaside_for", "trace_program"]
+__all__ = ["PATCHES", "lookaside_for", "trace_program"]
 
 # What cannot be traced in the program that is being traced, and why: callables (a Function, say) and single calls, by
 # their keys in ``hookkit.engine.replay``.
@@ -302,3 +303,14 @@ def _reachable(invocation: Invocation) -> tuple[State, State]:
     if len(outside) == len(given):
         return everything, everything
     return everything, State.reachable_from([*map(unwrap, outside), *providers])
+
+
+PATCHES = [
+    Patch(
+        "thunder:thunder_general_jit",
+        around(trace_program),
+        "a program is not traced again where a call turns out to be opaque",
+        takes=("fn, args, kwargs, sharp_edges, ad_hoc_executor",),
+        needed=True,
+    )
+]

@@ -7,14 +7,16 @@ it is differentiable once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from thunder.executors.torch_autograd import ThunderFunction, ThunderOutputFunction
 
 from hookkit.engine import reach
+from hookkit.patch import Patch, around
 
-__all__ = ["Functions", "backward", "connect"]
+__all__ = ["PATCHES", "Functions", "backward", "connect"]
 
 
 _NODES = (ThunderFunction, ThunderOutputFunction)
@@ -98,3 +100,24 @@ def backward(stock: Callable[..., Any], ctx: Any, *gradients: Any) -> Any:
     refused = torch._C._functions.DelayedError(message, len(tensors) + len(inputs))(*tensors, *inputs)
     iterator = iter(refused if isinstance(refused, tuple) else (refused,))
     return tuple(next(iterator) if isinstance(g, torch.Tensor) else g for g in result)
+
+
+PATCHES = [
+    Patch(
+        "thunder:connect_to_autograd",
+        around(connect),
+        "a gradient that is undefined is zeros to the backward of a call",
+        takes=(
+            "backward_fn, flat_args, flat_output, saved_tensors, saved_other, return_none_instead_of_grads, "
+            "disable_split_autograd, is_differentiable_outputs",
+        ),
+        needed=True,
+    ),
+    Patch(
+        "thunder.executors.torch_autograd:ThunderFunction.backward",
+        lambda stock: staticmethod(partial(backward, stock)),
+        "a gradient that is undefined is zeros to the backward of a call, and second derivatives are lost",
+        takes=("ctx, *raw_args",),
+        needed=True,
+    ),
+]

@@ -1,6 +1,6 @@
 """What hookkit corrects in thunder besides calls: values that it gets wrong, and refuses where it would be silent.
 
-Each stands in the place of one function of thunder's (``hookkit/plugin.py`` puts it there) and says what is wrong with
+Each stands in the place of one function of thunder's, as `PATCHES` has it, and says what is wrong with
 that one; when thunder has mended it, it can go.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from numbers import Number
 from typing import Any
 
@@ -19,9 +19,11 @@ from thunder.core.interpreter import PseudoInst
 from thunder.core.proxies import NumberProxy, TensorProxy
 
 from hookkit.engine.opaque import record_constant
+from hookkit.patch import Patch, around, around_method
 
 __all__ = [
     "DECISIONS",
+    "PATCHES",
     "bind",
     "broadcast",
     "compare",
@@ -147,3 +149,87 @@ def inference_mode(mode: Any = True) -> Any:
     Interpreted. What a compiled program computes are no inference tensors; they require no grad.
     """
     return torch.no_grad() if mode else contextlib.nullcontext()
+
+
+def _symbols(bsyms: Any) -> Iterator[Any]:
+    """Bound symbols, and what they are made of."""
+    for bsym in bsyms:
+        yield bsym
+        yield from _symbols(bsym.subsymbols)
+
+
+def _records_lists(trace: Any) -> bool:
+    return any(type(a) is list for b in trace.bound_symbols for a in (*b.args, *b.kwargs.values()))
+
+
+def _knows_no_value(trace: Any) -> bool:
+    outputs = (o for b in _symbols(trace.bound_symbols) for o in b.flat_outs)
+    return any(isinstance(o, NumberProxy) and o.value is None for o in outputs)
+
+
+def _mixes_ranks(trace: Any) -> bool:
+    """Whether a tensor without dimensions meets one with some in one operation."""
+    ranks = ({a.ndim for a in b.flat_args if isinstance(a, TensorProxy)} for b in _symbols(trace.bound_symbols))
+    return any(0 in found and len(found) > 1 for found in ranks)
+
+
+PATCHES = [
+    Patch(
+        "thunder.core.symbol:Symbol.bind",
+        around_method(bind),
+        "a list that the program changes after an operation took it is read as it is later",
+        takes=("self, *args, output, subsymbols, _call_ctx, **kwargs",),
+        concerns=_records_lists,
+    ),
+    Patch(
+        "thunder.core.interpreter:MappingKeysView.__len__",
+        lambda _: keys_count,
+        "len(d.keys()) of a dict in a program is an error",
+        adds=True,
+    ),
+    *(
+        Patch(
+            f"thunder.core.proxies:TensorProxy.{name}",
+            around_method(compare),
+            "a tensor cannot be compared with what is none, as in x == None",
+            takes=("self, other",),
+        )
+        for name in ("__eq__", "__ne__")
+    ),
+    *(
+        Patch(
+            f"thunder.core.proxies:NumberProxy.{name}",
+            around_method(of_known_value),
+            "a number that a tensor holds is taken for false where the program branches on it",
+            takes=("self",) if name == "__bool__" else ("self, other",),
+            concerns=_knows_no_value,
+        )
+        for name in DECISIONS
+    ),
+    Patch(
+        "thunder.core.codeutils:prettyprint",
+        around(printed),
+        "a trace that holds a named tuple of torch's cannot be executed",
+        takes=("x, with_type, literals_allowed, literals_as_underscores, _quote_markers",),
+    ),
+    Patch(
+        "thunder.clang:maybe_broadcast",
+        around(broadcast),
+        "the gradient of a tensor without dimensions that meets one with some is wrong",
+        takes=("*args, treat_cpu_scalar_tensors_as_numbers, expand_fn",),
+        concerns=_mixes_ranks,
+    ),
+    Patch(
+        "thunder.core.jit_ext:JitCtx.proxify",
+        around_method(proxify),
+        "named tuples of tensors, and tensors that are constants of a program, are errors",
+        takes=("self, value",),
+    ),
+    Patch(
+        "thunder.dynamo.splitter:get_nodes_in_unsupported_ctx_regions",
+        around(unsupported_nodes),
+        "a hook on a tensor that the program makes is lost",
+        takes=("gm",),
+        concerns_thunderfx=True,
+    ),
+]

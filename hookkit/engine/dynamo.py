@@ -18,7 +18,9 @@ from torch._dynamo.exc import TorchDynamoException, Unsupported
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import VariableTracker
 
-__all__ = ["STEPS", "apply", "call_method", "var_getattr"]
+from hookkit.patch import Patch, around_method
+
+__all__ = ["PATCHES", "apply", "call_method", "var_getattr"]
 
 
 def _is_for_thunder() -> bool:
@@ -107,8 +109,27 @@ def _leave(name: str, why: str, cause: Exception | None = None) -> NoReturn:
     raise Unsupported(f"hookkit leaves {name} to eager PyTorch: {why}") from cause
 
 
-# Newer PyTorch traces a Function in steps that are methods of ``AutogradFunctionApplyVariable``.
-STEPS: dict[str, Callable[..., Any]] = {
-    "trace_forward_graph": trace_forward_graph,
-    "rewire_bwd_graph_outputs": rewire_bwd_graph_outputs,
-}
+def _patch(target: str, function: Callable[..., Any], takes: str, *, optional: bool = False) -> Patch:
+    lost = "Dynamo may make something else of a Function than eager PyTorch"
+    replace = around_method(function)
+    return Patch(target, replace, lost, takes=(takes,), optional=optional, concerns_thunderfx=True)
+
+
+_FUNCTION = "torch._dynamo.variables.misc:AutogradFunctionVariable"
+_CONTEXT = "torch._dynamo.variables.misc:AutogradFunctionContextVariable"
+_APPLY = "torch._dynamo.variables.higher_order_ops:AutogradFunctionApplyVariable"
+PATCHES = [
+    _patch(f"{_FUNCTION}.call_apply", apply, "self, tx, args, kwargs"),
+    _patch(f"{_CONTEXT}.call_method", call_method, "self, tx, name, args, kwargs"),
+    _patch(f"{_CONTEXT}.var_getattr", var_getattr, "self, tx, name", optional=True),
+    # Newer PyTorch traces a Function in steps.
+    _patch(
+        f"{_APPLY}.trace_forward_graph", trace_forward_graph, "self, tx, ctx, fwd_tracer, args, kwargs", optional=True
+    ),
+    _patch(
+        f"{_APPLY}.rewire_bwd_graph_outputs",
+        rewire_bwd_graph_outputs,
+        "self, fwd_freevars, bwd_out, bwd_graph, bwd_freevars, orig_fwd_args",
+        optional=True,
+    ),
+]

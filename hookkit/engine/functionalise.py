@@ -23,8 +23,9 @@ from hookkit.engine.mutation import cuts_gradient, place, refuse_changed_views, 
 from hookkit.engine.sharing import changes_in_place, keeps_order, viewed
 from hookkit.engine.symbols import Composite, called, make_symbol, symbol_name
 from hookkit.errors import HookError, UntraceableError
+from hookkit.patch import Patch, around
 
-__all__ = ["functionalise", "functionalise_program"]
+__all__ = ["PATCHES", "functionalise", "functionalise_program"]
 
 
 def functionalise_program(stock: Callable[..., Any], trace: Any, aliases: list[list[int]], *options: Any) -> Any:
@@ -374,3 +375,14 @@ def _recorded(trace: Any, result: list[Any], operation: Callable[..., Any], *arg
         trace.pop_scope()
     result.extend(scope)
     return made
+
+
+PATCHES = [
+    Patch(
+        "thunder:insert_alias_updates",
+        around(functionalise_program),
+        "gradients of what is changed in place are lost",
+        takes=("computation_trace, alias_tensor_indices",),
+        needed=True,
+    )
+]

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from thunder.core.module import get_thunder_module
 
-__all__ = ["current_buffers", "set_buffer"]
+from hookkit.patch import Patch, around_method
+
+__all__ = ["PATCHES", "current_buffers", "set_buffer"]
+
+
+# Whether the outermost module of the program that is traced has buffers.
+_has_buffers: ContextVar[bool] = ContextVar("hookkit_has_buffers", default=False)
 
 
 @contextlib.contextmanager
@@ -19,6 +26,7 @@ def current_buffers(program: Any) -> Iterator[None]:
     thunder traces the module, whose buffers are those of before the first call, and checks at run time those that it
     keeps (``ThunderModule._overrides_buffers``): a buffer that has changed its shape never fits.
     """
+    _has_buffers.set(bool(getattr(program, "_buffers", None)))
     module = get_thunder_module(program) if isinstance(program, torch.nn.Module) else None
     before = []
     for name, value in getattr(module, "_overrides_buffers", {}).items():
@@ -44,3 +52,14 @@ def set_buffer(module: Any, stock: Callable[..., Any], name: str, value: Any) ->
         value: the buffer.
     """
     stock(module, name.removeprefix("."), value)
+
+
+PATCHES = [
+    Patch(
+        "thunder.core.module:ThunderModule.set_buffer",
+        around_method(set_buffer),
+        "buffers of the outermost module that a program writes are not found",
+        takes=("self, name, value",),
+        concerns=lambda _: _has_buffers.get(),
+    )
+]

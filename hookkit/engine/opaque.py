@@ -30,18 +30,28 @@ from torch.overrides import TorchFunctionMode
 from hookkit import operators
 from hookkit.engine import gradflow
 from hookkit.engine.direct import DirectCall, NodeState
-from hookkit.engine.eager import Autocast, EagerResult, OpaqueState, fill, provider_callee, run_eagerly, split_tensors
+from hookkit.engine.eager import (
+    Autocast,
+    EagerResult,
+    OpaqueState,
+    fill,
+    provider_callee,
+    run_eagerly,
+    set_materialize_grads,
+    split_tensors,
+)
 from hookkit.engine.effects import Generators, State, WritesUndone
 from hookkit.engine.reach import none_used, undefined_outputs
 from hookkit.engine.recomputation import is_recomputing, record_draws
-from hookkit.engine.symbols import feed_undefined, make_symbol, symbol_name
+from hookkit.engine.symbols import called, feed_undefined, make_symbol, symbol_name
 from hookkit.engine.traced import Invocation
 from hookkit.engine.tracing import Raised, add_note
 from hookkit.engine.values import PLAIN, Slot, is_differentiable_dtype, leaves, map_leaves, wrap_result
 from hookkit.errors import HookError, MetaError, MetaWarning, OpaqueFallbackWarning, UntraceableError
+from hookkit.patch import Patch
 from hookkit.residuals import Residuals
 
-__all__ = ["OpaqueCall", "fall_back", "opaque_call", "record_constant"]
+__all__ = ["PATCHES", "OpaqueCall", "fall_back", "opaque_call", "record_constant"]
 
 
 @attrs.frozen
@@ -859,3 +869,18 @@ def _no_side_effects(invocation: Invocation) -> Iterator[WritesUndone]:
     finally:
         writes.undo()
         generators.restore()
+
+
+def _runs_functions(trace: Any) -> bool:
+    return any(getattr(called(b), "is_function", False) for b in trace.bound_symbols)
+
+
+PATCHES = [
+    Patch(
+        "torch.autograd.function:FunctionCtx.set_materialize_grads",
+        lambda _: set_materialize_grads,
+        "a Function that runs opaque may get zeros for a gradient that is undefined",
+        takes=("self, value",),
+        concerns=_runs_functions,
+    )
+]

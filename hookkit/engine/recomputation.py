@@ -28,8 +28,9 @@ from hookkit.engine import gradflow
 from hookkit.engine.sharing import changes_in_place
 from hookkit.engine.symbols import make_symbol, symbol_name
 from hookkit.engine.values import Tag, proxies_in
+from hookkit.patch import Patch, around
 
-__all__ = ["Draws", "is_recomputed", "is_recomputing", "recompute", "record_draws"]
+__all__ = ["PATCHES", "Draws", "is_recomputed", "is_recomputing", "recompute", "record_draws"]
 
 KEPT = Tag("hookkit.KEPT")
 DRAWS = Tag("hookkit.DRAWS")
@@ -132,3 +133,13 @@ def record_draws() -> AnyProxy:
     jit.ad_hoc_executor._implmap[symbol.id] = ImplInfo(symbol=symbol, grad_transform=symbol)
     with tracectx(trace):
         return symbol()
+
+
+PATCHES = [
+    Patch(
+        "thunder.transforms.autodiff:_should_recompute_bsym_in_backward",
+        around(is_recomputed),
+        "what a checkpoint computes may be kept for the backward, instead of being computed again",
+        takes=("bsym",),
+    )
+]

@@ -16,8 +16,9 @@ from thunder.core.interpreter import BINARY_OP, INTERPRETER_SIGNALS, wrap_const
 from thunder.core.proxies import TensorProxy
 
 from hookkit.engine import records
+from hookkit.patch import Patch, around
 
-__all__ = ["apply_operator", "look_up_global", "unpack_sequence"]
+__all__ = ["PATCHES", "apply_operator", "look_up_global", "unpack_sequence"]
 
 _METHODS = {
     BINARY_OP.ADD: "add",
@@ -92,3 +93,16 @@ def unpack_sequence(stock: Callable[..., Any], inst: Any, /, stack: Any, **state
     sequence.track_items()
     stack.extend(reversed(sequence.item_wrappers))
     return None
+
+
+_SLOWER = "programs take longer to compile"
+PATCHES = [
+    Patch("thunder.core.interpreter:globals_lookup", around(look_up_global), _SLOWER, takes=("globals_dict, name",)),
+    Patch("thunder.core.interpreter:_binary_op", around(apply_operator), _SLOWER, takes=("stack, op, a, b",)),
+    Patch(
+        "thunder.core.interpreter:_default_opcode_handler_map[UNPACK_SEQUENCE]",
+        around(unpack_sequence),
+        _SLOWER,
+        takes=("inst, stack, **kwargs",),
+    ),
+]

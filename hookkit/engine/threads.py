@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["AUTOCAST_REGIONS", "GRAD_MODE", "PerThread", "one_at_a_time"]
+from hookkit.patch import Patch
+
+__all__ = ["AUTOCAST_REGIONS", "GRAD_MODE", "PATCHES", "PerThread", "one_at_a_time"]
 
 
 class PerThread:
@@ -60,3 +62,21 @@ def one_at_a_time(compile_data: Any) -> Iterator[None]:
         lock = _locks.setdefault(compile_data, threading.RLock())
     with lock:
         yield
+
+
+PATCHES = [
+    Patch(
+        "thunder.common:CompileData.is_grad_enabled",
+        lambda _: GRAD_MODE,
+        "threads that run one program share its grad mode",
+        adds=True,
+        needed=True,
+    ),
+    Patch(
+        "thunder.core.utils:AutocastStack.stack",
+        lambda _: AUTOCAST_REGIONS,
+        "threads that run one program share its autocast regions",
+        adds=True,
+        needed=True,
+    ),
+]
