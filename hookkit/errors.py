@@ -64,4 +64,8 @@ class TargetWarning(UserWarning):
 
 
 class PluginWarning(UserWarning):
-    """A package's entry point for hookkit failed; the others are not touched."""
+    """Something is left out, and the rest is not touched.
+
+    A package's entry point for hookkit that failed, or a part of hookkit that does not fit the installed torch or
+    thunder.
+    """

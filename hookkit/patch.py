@@ -18,7 +18,17 @@ import torch
 
 from hookkit.errors import HookError
 
-__all__ = ["Installed", "LeftOut", "Misfit", "Patch", "around", "around_method", "left_out", "refuse_if_concerned"]
+__all__ = [
+    "Installed",
+    "LeftOut",
+    "Misfit",
+    "Patch",
+    "around",
+    "around_method",
+    "left_out",
+    "refuse_if_concerned",
+    "versions",
+]
 
 _MISSING = object()
 
@@ -38,6 +48,7 @@ class Patch:
         takes: the names of the parameters of what is replaced, in each form that is known; None if it is no function.
         needed: whether nothing can be right without it.
         adds: whether there is nothing to replace: a thunder that has something there needs the patch no more.
+        set_by: where an attribute of instances is added to their class: the method that must set it.
         optional: whether some versions of torch have no such thing, and do not need the patch.
         concerns: asked, where the patch is left out, about the trace of each program: whether it would be wrong.
         concerns_thunderfx: whether, where the patch is left out, what Dynamo makes of a custom Function may be wrong.
@@ -49,6 +60,7 @@ class Patch:
     takes: tuple[str, ...] | None = None
     needed: bool = False
     adds: bool = False
+    set_by: str | None = None
     optional: bool = False
     concerns: Callable[[Any], bool] | None = None
     concerns_thunderfx: bool = False
@@ -77,6 +89,8 @@ class Patch:
         """
         holder, key = self.locate()
         stock = _held(holder, key)
+        if self.set_by is not None and key not in getattr(holder, self.set_by).__code__.co_names:
+            raise Misfit(f"{self.target} is not set by {self.set_by}")
         if self.adds:
             return stock is _MISSING
         if stock is _MISSING:

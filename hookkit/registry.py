@@ -25,6 +25,7 @@ import attrs
 from hookkit import modes
 from hookkit.call import Call, Source
 from hookkit.errors import ConflictError, PluginWarning, RegistrationError
+from hookkit.patch import versions
 from hookkit.targets import (
     CallableTarget,
     Decline,
@@ -267,11 +268,29 @@ class Registry:
             if self._loading:
                 return
             self._loading = True
-            importlib.import_module("hookkit.rules")
+            try:
+                importlib.import_module("hookkit.rules")
+            except Exception as error:
+                self._loading = False
+                raise RegistrationError(
+                    f"the rules that ship with hookkit cannot be declared ({type(error).__name__}: {error}) with "
+                    f"{versions()}, and no program is right without them. hookkit.disable() runs thunder alone."
+                ) from error
+            self._warn_of_misfits()
             for point, left_out in entry_points():
                 if not left_out:
                     self._load_entry_point(point)
             self._loaded = True
+
+    def _warn_of_misfits(self) -> None:
+        misfits = "\n".join(f"  the rule {r.name}: {m}" for r in self._rules for m in r.misfits)
+        if misfits:
+            warnings.warn(
+                f"calls of these targets are refused, which with {versions()} have other signatures than hookkit's "
+                f"rules for them were written for:\n{misfits}",
+                PluginWarning,
+                stacklevel=3,
+            )
 
     def _load_entry_point(self, point: importlib.metadata.EntryPoint) -> None:
         before = self._rules

@@ -16,6 +16,7 @@ from hookkit.errors import HookError, RegistrationError
 from hookkit.modes import Mode, RuleMode, check_mode
 from hookkit.modes import scope as mode_scope
 from hookkit.registry import registry
+from hookkit.signatures import POSITIONAL, Difference, difference, misfit
 from hookkit.targets import (
     NameTarget,
     Target,
@@ -65,6 +66,8 @@ class Rule:
     _backward: Callable[..., Any] | None = None
     _meta: Callable[..., Any] | None = None
     _when: Callable[..., Any] | None = None
+    _ships: bool = False
+    _differences: dict[Target, Difference] = attrs.field(factory=dict)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the forward provider; or, where there is none and nothing else is declared, take one and return self."""
@@ -123,7 +126,7 @@ class Rule:
         self._check_provider("backward", self._backward, provider)
         signature = signature_of(provider)
         if signature is not None:
-            positional = [p for p in signature.parameters.values() if p.kind in _POSITIONAL]
+            positional = [p for p in signature.parameters.values() if p.kind in POSITIONAL]
             variadic = any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values())
             least = 2 + self.pass_call
             if len(positional) < least and not variadic:
@@ -189,11 +192,14 @@ class Rule:
         Raises:
             HookError: if the condition raises; rule and call are named.
         """
+        if self._when is None and not self._differences:
+            return True
+        args, kwargs = self.known_arguments(call, call.args, call.kwargs)
         if self._when is None:
             return True
-        args = (call, *call.args) if self.pass_call else call.args
+        args = (call, *args) if self.pass_call else args
         try:
-            return self._when(*args, **call.kwargs)
+            return self._when(*args, **kwargs)
         except Exception as error:
             if not self.fits(call):
                 return decline("the arguments do not fit the signature of the target")
@@ -201,6 +207,45 @@ class Rule:
                 f"the condition (.when) of the rule {self.name}, {_place(self._when)}, raised {type(error).__name__}: "
                 f"{error} when it was asked about {call}; it returns true, false or hookkit.decline(reason)"
             ) from error
+
+    def _note_difference(
+        self, target: Target, wanted: inspect.Signature, given: inspect.Signature, provider: Callable[..., Any]
+    ) -> None:
+        """Note how the installed target differs from the one for which the rule was written."""
+        known = self._differences.get(target)
+        if provider is self.forward or self.forward is None:
+            found = difference(wanted, given)
+        else:  # the forward provider says what is known
+            obstacle = misfit(known.known if known is not None else wanted, given)
+            found = Difference(wanted, wanted, obstacle) if obstacle is not None else None
+        if found is not None and (known is None or known.misfit is None):
+            self._differences[target] = found
+
+    def known_arguments(
+        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], plain: Callable[[Any], Any] = lambda v: v
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call as the providers know them; a newer target may have more.
+
+        Args:
+            call: the call.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+            plain: gives the value of an argument.
+
+        Raises:
+            HookError: if the providers cannot take them.
+        """
+        for target, found in self._differences.items():
+            resolved = target.resolve() if isinstance(target, NameTarget) else target
+            if call.callable in getattr(resolved, "callables", ()):
+                return found.arguments(f"rule {self.name} for {target}, asked about {call},", args, kwargs, plain)
+        return args, kwargs
+
+    @property
+    def misfits(self) -> list[str]:
+        """For each target that the rule cannot stand for as it is installed, why; calls of it are refused."""
+        found = self._differences.items()
+        return [f"{target}{d.target}: {d.misfit}" for target, d in found if d.misfit is not None]
 
     def fits(self, call: Call) -> bool:
         """Whether the target can take the arguments of a call; if not, calling it is a TypeError."""
@@ -273,16 +318,16 @@ class Rule:
                 continue
             if self.pass_call:
                 given = given.replace(parameters=list(given.parameters.values())[1:])
-            misfit = _misfit(wanted, given)
-            if misfit:
+            if self._ships:
+                self._note_difference(target, wanted, given, provider)
+                continue
+            obstacle = misfit(wanted, given)
+            if obstacle:
                 raise RegistrationError(
-                    f"the {kind} of the rule {self.name} cannot take the arguments of its target: {misfit}\n"
+                    f"the {kind} of the rule {self.name} cannot take the arguments of its target: {obstacle}\n"
                     f"  target    {target}{wanted}\n"
                     f"  provider  {describe_callable(provider)}{given}, {_place(provider)}"
                 )
-
-
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 @overload
@@ -380,7 +425,8 @@ def rule(
     if not isinstance(priority, int):
         raise RegistrationError(f"priority={priority!r}; expected an int")
     given = list(target) if isinstance(target, list | tuple) else [target]
-    if not given:
+    ships = str(sys._getframe(1).f_globals.get("__name__")).startswith("hookkit.rules.")
+    if not given and not ships:
         raise RegistrationError("the list of targets is empty; give at least one")
     targets = tuple(make_target(t, subclasses=subclasses) for t in given)
     declared_at = _caller()
@@ -404,10 +450,11 @@ def rule(
             track=track,
             opaque_callee=opaque_callee,
             is_named=name is not None,
+            ships=ships,
         )
         if forward is not None:
             made._check_fits("forward provider", forward)
-        if register:
+        if register and targets:  # what ships may stand for something that this torch lacks
             registry.add(made)
         return made
 
@@ -453,64 +500,10 @@ def use(*added: Rule, without: Iterable[Rule] = (), mode: Mode | None = None) ->
         yield
 
 
-def _misfit(target: inspect.Signature, provider: inspect.Signature) -> str | None:
-    """Why a provider cannot take a target's arguments, or None."""
-    wanted, given = list(target.parameters.values()), list(provider.parameters.values())
-    takes_rest = any(p.kind is p.VAR_POSITIONAL for p in given)
-    takes_keywords = any(p.kind is p.VAR_KEYWORD for p in given)
-    by_name = {p.name for p in given if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    places = [p for p in given if p.kind in _POSITIONAL]
-    filled = set()
-    position = 0
-    for parameter in wanted:
-        name = parameter.name
-        if parameter.kind in _POSITIONAL:
-            place = places[position] if position < len(places) else None
-            position += 1
-            if place is None and not takes_rest:
-                return f"it has no place for the positional argument {name!r}"
-            if place is not None:
-                filled.add(place.name)
-            if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
-                if place is not None and place.name != name:
-                    return f"argument {position - 1} is called {place.name!r}, in the target {name!r}"
-                if name not in by_name and not takes_keywords:
-                    return f"the argument {name!r} cannot be given by name"
-        elif parameter.kind is parameter.VAR_POSITIONAL:
-            if not takes_rest:
-                return f"it has no place for *{name}"
-            filled.update(p.name for p in places)
-        elif parameter.kind is parameter.KEYWORD_ONLY:
-            if name not in by_name and not takes_keywords:
-                return f"it has no place for the keyword argument {name!r}"
-            filled.add(name)
-        elif not takes_keywords:
-            return f"it has no place for **{name}"
-    for extra in given:
-        optional = extra.default is not extra.empty or extra.kind in (extra.VAR_POSITIONAL, extra.VAR_KEYWORD)
-        if not optional and extra.name not in filled:
-            return f"the target never gives {extra.name!r}"
-    defaults = {p.name: p.default for p in given if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-    for parameter in wanted:
-        own = defaults.get(parameter.name, parameter.default)
-        if parameter.default is not parameter.empty and not _may_stand_for(own, parameter.default):
-            found = "it has no default" if own is parameter.empty else f"its default is {own!r}"
-            return f"{found} for {parameter.name!r}; the target's is {parameter.default!r}"
-    return None
-
-
-def _may_stand_for(own: Any, default: Any) -> bool:
-    """Whether a provider's default may mean what the target's does; plain values are compared, others are trusted."""
-    plain = bool | int | float | str | None
-    if own is inspect.Parameter.empty or (isinstance(own, plain) and isinstance(default, plain)):
-        return type(own) is type(default) and repr(own) == repr(default)
-    return True
-
-
 def _default_name(provider: Callable[..., Any] | None, targets: tuple[Target, ...]) -> str:
     """The forward provider's name, or the target's where that says nothing."""
     name = getattr(provider, "__name__", "_")
-    return targets[0].name if name == "_" or is_lambda(provider) else str(name)
+    return targets[0].name if targets and (name == "_" or is_lambda(provider)) else str(name)
 
 
 def _caller() -> Source:

@@ -26,6 +26,7 @@ ORDER = [
     ["plugin.py"],
     ["engine/"],
     ["rule.py"],
+    ["signatures.py"],
     ["registry.py"],
     ["targets.py", "modes.py"],
     ["call.py"],

@@ -15,7 +15,8 @@ MISSING = object()
 
 def holders():
     """What hookkit replaces something in, once each."""
-    return {id(p.holder): p.holder for p in plugin._patches()}.values()
+    found = [p.locate()[0] for p in plugin._patches() if p.is_wanted()]
+    return {id(holder): holder for holder in found}.values()
 
 
 def contents(holder):

@@ -183,10 +183,10 @@ CHANGES = [
 
 @pytest.mark.parametrize("source", CHANGES)
 def test_only_the_installers_change_torch_or_thunder(violations, source):
-    files = {"engine/values.py": source, "plugin.py": source, "compat.py": source}
+    files = {"engine/values.py": source, "patch.py": source, "compat.py": source}
     (found,) = violations(files)
     assert found.startswith("hookkit/engine/values.py:")
-    assert "which only hookkit/plugin.py and hookkit/compat.py may" in found
+    assert "which only hookkit/patch.py and hookkit/compat.py may" in found
 
 
 @pytest.mark.parametrize(

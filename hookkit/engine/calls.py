@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
+import attrs
 import torch
 from thunder.core.compile_data import get_compile_data
 from thunder.core.interpreter import InterpreterError, _interpret_call, unwrap, wrap_const
@@ -177,6 +178,7 @@ def _take_over(
     rule = record.rule
     assert rule is not None
     try:
+        call, args, kwargs = _as_the_rule_knows_it(rule, call, args, kwargs)
         mode = _mode(rule, call.function)
     except HookError as error:
         return raise_in_program(error)
@@ -213,6 +215,20 @@ def _take_over(
         raise
     finally:
         _running.reset(token)
+
+
+def _as_the_rule_knows_it(
+    rule: Rule, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Call, tuple[Any, ...], dict[str, Any]]:
+    """A call, and its wrapped arguments, without parameters that its target has only in newer versions."""
+    known, options = rule.known_arguments(call, args, kwargs, unwrap)
+    if known is args:
+        return call, args, kwargs
+    needs = {id(a): n for a, n in zip(call.args, call.needs, strict=True)}
+    values = tuple(unwrap(a) for a in known)
+    plain = {name: unwrap(value) for name, value in options.items()}
+    needed = tuple(needs.get(id(v), False) for v in values)
+    return attrs.evolve(call, args=values, kwargs=plain, needs=needed), known, options
 
 
 def _misfit(call: Call) -> TypeError | None:

@@ -70,6 +70,7 @@ PATCHES = [
         lambda _: GRAD_MODE,
         "threads that run one program share its grad mode",
         adds=True,
+        set_by="__init__",
         needed=True,
     ),
     Patch(
@@ -77,6 +78,7 @@ PATCHES = [
         lambda _: AUTOCAST_REGIONS,
         "threads that run one program share its autocast regions",
         adds=True,
+        set_by="__init__",
         needed=True,
     ),
 ]

@@ -14,8 +14,9 @@ import torch
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 import hookkit
+from hookkit.rules.names import of_torch
 
-__all__ = ["checkpoint_rule", "tag_activation_checkpoint"]
+__all__ = ["checkpoint_rule", "checkpointed", "tag_activation_checkpoint"]
 
 
 @hookkit.rule(checkpoint, mode="inline", priority=-100)
@@ -28,10 +29,28 @@ def checkpoint_rule(
     debug: bool = False,
     early_stop: bool = True,
     preserve_rng_state: bool = True,
-    respect_saved_tensors_hooks: Any = None,
     **kwargs: Any,
 ) -> Any:
     """Recompute; or, with ``use_reentrant=True`` and no argument that requires grad, compute without a gradient."""
+    if function is None:  # a decorator, from torch 2.14
+
+        def decorate(decorated: Any) -> Any:
+            def checkpointed(*args: Any, **kwargs: Any) -> Any:
+                return checkpoint(
+                    decorated,
+                    *args,
+                    use_reentrant=use_reentrant,
+                    context_fn=context_fn,
+                    determinism_check=determinism_check,
+                    debug=debug,
+                    early_stop=early_stop,
+                    preserve_rng_state=preserve_rng_state,
+                    **kwargs,
+                )
+
+            return checkpointed
+
+        return decorate
     if use_reentrant is None:
         warnings.warn(
             "torch.utils.checkpoint: the use_reentrant parameter should be passed explicitly; in a program compiled by "
@@ -61,6 +80,12 @@ def checkpoint_rule(
         warnings.warn("None of the inputs have requires_grad=True. Gradients will be None", stacklevel=1)
     with torch.no_grad():
         return function(*args)
+
+
+@hookkit.rule(of_torch("utils.checkpoint._checkpoint_impl"), mode="inline", priority=-100)
+def checkpointed(function: Any, args: Any, kwargs: Any, **options: Any) -> Any:
+    """Call a function that ``checkpoint`` has decorated (torch 2.14 and later)."""
+    return checkpoint(function, *args, **options, **kwargs)
 
 
 # What Dynamo puts in the place of checkpoint, and what thunderfx puts in the place of that inside another one.

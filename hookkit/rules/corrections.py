@@ -12,6 +12,7 @@ import thunder
 import torch
 
 import hookkit
+from hookkit.rules.names import both, of_torch
 
 __all__ = [
     "activations_in_place",
@@ -44,17 +45,12 @@ PRIORITY = -100
 F: Any = torch.nn.functional
 
 
-def both(*names: str) -> list[Any]:
-    """The function of torch and the method of tensors of each name."""
-    return [getattr(owner, name) for name in names for owner in (torch, torch.Tensor) if hasattr(owner, name)]
-
-
 # ------------------------------------------------------------------------------------------------ values and structure
 
 # thunder takes Tensor.unfold for torch.nn.functional.unfold, and take_along_dim does not count negative indices from
 # the end.
 run_by_pytorch = hookkit.rule(
-    [torch.Tensor.unfold, *both("take_along_dim")], mode="opaque", priority=PRIORITY, name="run_by_pytorch"
+    [*of_torch("Tensor.unfold"), *both("take_along_dim")], mode="opaque", priority=PRIORITY, name="run_by_pytorch"
 )
 
 of_booleans = hookkit.rule(both("masked_fill", "max"), mode="opaque", priority=PRIORITY + 1, name="of_booleans")
@@ -66,7 +62,7 @@ def _(input: Any, *args: Any, **kwargs: Any) -> bool:
     return input.dtype is thunder.bool8
 
 
-instance_norm = hookkit.rule(F.instance_norm, mode="opaque", priority=PRIORITY)
+instance_norm = hookkit.rule(of_torch("nn.functional.instance_norm"), mode="opaque", priority=PRIORITY)
 
 
 @instance_norm.when
@@ -76,7 +72,10 @@ def _(input: Any, running_mean: Any = None, *args: Any, **kwargs: Any) -> bool:
 
 
 of_nothing = hookkit.rule(
-    [*both("chunk", "split", "tensor_split"), F.cross_entropy, F.glu, F.group_norm, F.linear],
+    [
+        *both("chunk", "split", "tensor_split"),
+        *of_torch(*(f"nn.functional.{name}" for name in ("cross_entropy", "glu", "group_norm", "linear"))),
+    ],
     mode="opaque",
     pass_call=True,
     priority=PRIORITY + 1,
@@ -107,7 +106,7 @@ def _(call: hookkit.Call, *args: Any, **kwargs: Any) -> bool:
     return len(args) + len(kwargs) == 2 and isinstance([*args, *kwargs.values()][1], bool)
 
 
-@hookkit.rule(F.nll_loss, priority=PRIORITY)
+@hookkit.rule(of_torch("nn.functional.nll_loss"), priority=PRIORITY)
 def nll_loss(
     input: Any,
     target: Any,
@@ -121,7 +120,7 @@ def nll_loss(
     return F.nll_loss(input, target, weight, size_average, ignore_index, reduce, reduction)
 
 
-cross_entropy = hookkit.rule(F.cross_entropy, mode="opaque", pass_call=True, priority=PRIORITY)
+cross_entropy = hookkit.rule(of_torch("nn.functional.cross_entropy"), mode="opaque", pass_call=True, priority=PRIORITY)
 
 
 @cross_entropy.when
@@ -132,7 +131,7 @@ def _(call: hookkit.Call, *args: Any, **kwargs: Any) -> bool:
     return any(call.needs) and (is_sum or given[0].ndim == 1)
 
 
-@hookkit.rule([*both("relu"), F.relu], priority=PRIORITY)
+@hookkit.rule([*both("relu"), *of_torch("nn.functional.relu")], priority=PRIORITY)
 def relu(input: Any, inplace: bool = False) -> Any:
     """NaN stays NaN; thunder makes it zero."""
     return torch.where(input <= 0, 0, input)
@@ -146,7 +145,7 @@ differentiated_by_pytorch = hookkit.rule(
     [
         *both("atan2", "bernoulli", "copysign", "frexp", "index_put", "pow", "prelu", "prod"),
         *both("atan2_", "bernoulli_", "ceil_", "clamp_", "copysign_", "floor_", "index_put_", "pow_", "zero_"),
-        *(F.normalize, F.prelu, torch.Tensor.__pow__, torch.Tensor.__rpow__),
+        *of_torch("nn.functional.normalize", "nn.functional.prelu", "Tensor.__pow__", "Tensor.__rpow__"),
     ],
     mode="opaque",
     pass_call=True,
@@ -192,7 +191,7 @@ def _(call: hookkit.Call, saved: Any, gradient: Any) -> Any:
     return {"input": torch.zeros_like(gradient)}
 
 
-@hookkit.rule([*both("sigmoid"), F.sigmoid, torch.special.expit], priority=PRIORITY)
+@hookkit.rule([*both("sigmoid"), *of_torch("nn.functional.sigmoid", "special.expit")], priority=PRIORITY)
 def sigmoid(input: Any, *, out: None = None) -> Any:
     """With a gradient of zero, not NaN, where exp(-input) overflows (below -88 in float32)."""
     output = torch.sigmoid(input)
@@ -217,7 +216,7 @@ def is_short(dtype: Any) -> bool:
     return dtype in (thunder.bfloat16, thunder.float16)
 
 
-@hookkit.rule([*both("tanh"), F.tanh], priority=PRIORITY)
+@hookkit.rule([*both("tanh"), *of_torch("nn.functional.tanh")], priority=PRIORITY)
 def tanh(input: Any, *, out: None = None) -> Any:
     """With a gradient that is computed in float32."""
     output = torch.tanh(input)
@@ -235,7 +234,7 @@ def _(input: Any, *, out: Any = None) -> bool:
     return out is None and is_short(input.dtype)
 
 
-@hookkit.rule([*both("softmax"), F.softmax], pass_call=True, priority=PRIORITY)
+@hookkit.rule([*both("softmax"), *of_torch("nn.functional.softmax")], pass_call=True, priority=PRIORITY)
 def softmax(call: hookkit.Call, input: Any, dim: Any = None, *args: Any, **options: Any) -> Any:
     """With a gradient that is computed in float32."""
     output = call.callable(input, dim)
@@ -251,10 +250,11 @@ def _(call: hookkit.Call, saved: Any, gradient: Any) -> Any:
 
 @softmax.when
 def _(call: hookkit.Call, input: Any, dim: Any = None, *args: Any, dtype: Any = None, **options: Any) -> bool:
-    return is_short(input.dtype) and isinstance(dim, int) and not args and dtype is None and not options.get("out")
+    known = not args and dtype is None and options.get("out") is None and options.keys() <= {"_stacklevel", "out"}
+    return known and is_short(input.dtype) and isinstance(dim, int)
 
 
-@hookkit.rule(F.glu, priority=PRIORITY)
+@hookkit.rule(of_torch("nn.functional.glu"), priority=PRIORITY)
 def glu(input: Any, dim: int = -1) -> Any:
     """By the sigmoid above."""
     first, second = torch.chunk(input, 2, dim)
@@ -267,25 +267,25 @@ def _elu(input: Any, alpha: float, scale: float, input_scale: float) -> Any:
     return torch.where(input > 0, input * scale, negative)
 
 
-@hookkit.rule(F.elu, priority=PRIORITY)
+@hookkit.rule(of_torch("nn.functional.elu"), priority=PRIORITY)
 def elu(input: Any, alpha: float = 1.0, inplace: bool = False) -> Any:
     """With a gradient of one, not NaN, where exp(input) overflows."""
     return _elu(input, alpha, 1.0, 1.0)
 
 
-@hookkit.rule([*both("celu"), F.celu], priority=PRIORITY)
+@hookkit.rule([*both("celu"), *of_torch("nn.functional.celu")], priority=PRIORITY)
 def celu(input: Any, alpha: float = 1.0, inplace: bool = False) -> Any:
     """As elu."""
     return _elu(input, alpha, 1.0, 1 / alpha)
 
 
-@hookkit.rule([*both("selu"), F.selu], priority=PRIORITY)
+@hookkit.rule([*both("selu"), *of_torch("nn.functional.selu")], priority=PRIORITY)
 def selu(input: Any, inplace: bool = False) -> Any:
     """As elu."""
     return _elu(input, 1.6732632423543772848170429916717, 1.0507009873554804934193349852946, 1.0)
 
 
-@hookkit.rule(F.mish, priority=PRIORITY)
+@hookkit.rule(of_torch("nn.functional.mish"), priority=PRIORITY)
 def mish(input: Any, inplace: bool = False) -> Any:
     """With a gradient of one, not NaN, where exp(input) overflows."""
     return input * torch.tanh(F.softplus(input))
@@ -345,7 +345,7 @@ def _(call: hookkit.Call, input: Any, *args: Any, out: Any = None, **kwargs: Any
 
 
 # What is left of these: calls that work in place.
-ACTIVATIONS = [F.celu, F.elu, F.mish, F.selu]
+ACTIVATIONS = of_torch(*(f"nn.functional.{name}" for name in ("celu", "elu", "mish", "selu")))
 
 
 def makes_a_tensor(*args: Any, **kwargs: Any) -> bool:

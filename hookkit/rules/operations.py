@@ -15,6 +15,7 @@ import thunder
 import torch
 
 import hookkit
+from hookkit.rules.names import of_torch
 
 __all__ = [
     "assignment",
@@ -39,13 +40,13 @@ operations = hookkit.rule(hookkit.where(is_unsupported), mode="opaque", priority
 
 def is_scripted(call: hookkit.Call) -> bool:
     """Whether a function of ``torch.jit`` is called, which thunder cannot look into."""
-    return isinstance(call.callable, torch.jit.ScriptFunction)
+    return isinstance(call.callable, tuple(of_torch("jit.ScriptFunction")))
 
 
 script_function = hookkit.rule(hookkit.where(is_scripted), mode="opaque", priority=-150, name="script_function")
 
 
-@hookkit.rule(torch.Tensor.requires_grad_, mode="trace", priority=-100)
+@hookkit.rule(of_torch("Tensor.requires_grad_"), mode="trace", priority=-100)
 def requires_grad_(tensor: Any, requires_grad: bool = True) -> Any:
     """The tensor, if a compiled program can see to it that it requires grad."""
     tensor.requires_grad = requires_grad
@@ -55,7 +56,7 @@ def requires_grad_(tensor: Any, requires_grad: bool = True) -> Any:
 # Three whose results have shapes that their arguments tell, though PyTorch does not know them without data.
 
 
-@hookkit.rule(torch.combinations, priority=-100)
+@hookkit.rule(of_torch("combinations"), priority=-100)
 def combinations(input: Any, r: int = 2, with_replacement: bool = False) -> Any:
     """The combinations of r elements, in PyTorch's order."""
     choose = itertools.combinations_with_replacement if with_replacement else itertools.combinations
@@ -65,7 +66,7 @@ def combinations(input: Any, r: int = 2, with_replacement: bool = False) -> Any:
 
 RETURN_TYPES: Any = torch.return_types
 
-ctc_loss = hookkit.rule(torch.nn.functional.ctc_loss, mode="opaque", priority=-100)
+ctc_loss = hookkit.rule(of_torch("nn.functional.ctc_loss"), mode="opaque", priority=-100)
 
 
 @ctc_loss.meta
@@ -81,7 +82,7 @@ def _(
     return log_probs.new_empty(log_probs.shape[1:-1] if reduction == "none" else ())
 
 
-linalg_lstsq = hookkit.rule(torch.linalg.lstsq, mode="opaque", priority=-100)
+linalg_lstsq = hookkit.rule(of_torch("linalg.lstsq"), mode="opaque", priority=-100)
 
 
 @linalg_lstsq.meta
@@ -105,7 +106,7 @@ def fills_by_mask(tensor: Any, key: Any, value: Any) -> bool:
     return any(getattr(k, "dtype", None) is thunder.bool8 for k in keys) and hasattr(value, "dtype")
 
 
-assignment = hookkit.rule(torch.Tensor.__setitem__, mode="opaque", priority=-100)
+assignment = hookkit.rule(of_torch("Tensor.__setitem__"), mode="opaque", priority=-100)
 assignment.when(fills_by_mask)
 
 

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 import hookkit
+from hookkit.rules.names import both, of_torch
 
 __all__ = [
     "autograd_inside",
@@ -23,12 +24,11 @@ __all__ = [
     "script_module",
 ]
 
-FUNCTIONS = [torch.autograd.grad, torch.autograd.backward, torch.vmap]
-FUNCTIONS += [
-    getattr(torch.func, name)
-    for name in ("grad", "grad_and_value", "hessian", "jacfwd", "jacrev", "jvp", "linearize", "vjp")
-    if hasattr(torch.func, name)
-]
+FUNCTIONS = of_torch(
+    *("autograd.grad", "autograd.backward", "vmap"),
+    *("func.grad", "func.grad_and_value", "func.hessian", "func.jacfwd", "func.jacrev"),
+    *("func.jvp", "func.linearize", "func.vjp"),
+)
 
 
 @hookkit.rule(FUNCTIONS, mode="trace", pass_call=True, priority=-100)
@@ -40,10 +40,7 @@ def autograd_inside(call: hookkit.Call, *args: Any, **kwargs: Any) -> NoReturn:
     )
 
 
-GRAD_FN: Any = torch.Tensor.grad_fn
-
-
-@hookkit.rule(GRAD_FN.__get__, mode="trace", pass_call=True, priority=-100)
+@hookkit.rule(of_torch("Tensor.grad_fn.__get__"), mode="trace", pass_call=True, priority=-100)
 def grad_fn(call: hookkit.Call, *args: Any) -> NoReturn:
     """Refuse to look at the autograd graph."""
     raise hookkit.HookError(
@@ -52,10 +49,7 @@ def grad_fn(call: hookkit.Call, *args: Any) -> NoReturn:
     )
 
 
-GRAD: Any = torch.Tensor.grad
-
-
-@hookkit.rule(GRAD.__get__, mode="trace", pass_call=True, priority=-100)
+@hookkit.rule(of_torch("Tensor.grad.__get__"), mode="trace", pass_call=True, priority=-100)
 def grad(call: hookkit.Call, *args: Any) -> NoReturn:
     """Refuse to look at the gradient that a tensor has so far."""
     raise hookkit.HookError(
@@ -65,9 +59,7 @@ def grad(call: hookkit.Call, *args: Any) -> NoReturn:
     )
 
 
-REGISTER_HOOK: Any = [torch.Tensor.register_hook]
-if hasattr(torch.Tensor, "register_post_accumulate_grad_hook"):
-    REGISTER_HOOK.append(torch.Tensor.register_post_accumulate_grad_hook)
+REGISTER_HOOK = of_torch("Tensor.register_hook", "Tensor.register_post_accumulate_grad_hook")
 
 
 @hookkit.rule(REGISTER_HOOK, mode="trace", pass_call=True, priority=-100)
@@ -80,7 +72,7 @@ def register_hook(call: hookkit.Call, self: Any, hook: Any) -> NoReturn:
     )
 
 
-RESHAPING: Any = [torch.Tensor.resize_, torch.Tensor.resize_as_, torch.resize_as_, torch.Tensor.set_]
+RESHAPING = of_torch("Tensor.resize_", "Tensor.resize_as_", "resize_as_", "Tensor.set_")
 
 
 @hookkit.rule(RESHAPING, mode="trace", pass_call=True, priority=-100)
@@ -92,7 +84,7 @@ def reshaping(call: hookkit.Call, *args: Any, **kwargs: Any) -> NoReturn:
     )
 
 
-@hookkit.rule([torch.Tensor.detach_, torch.detach_], mode="trace", pass_call=True, priority=-100)
+@hookkit.rule(both("detach_"), mode="trace", pass_call=True, priority=-100)
 def detach_(call: hookkit.Call, *args: Any) -> NoReturn:
     """Refuse to take a variable's gradient away."""
     raise hookkit.HookError(
@@ -101,7 +93,7 @@ def detach_(call: hookkit.Call, *args: Any) -> NoReturn:
     )
 
 
-@hookkit.rule(torch.Tensor.retain_grad, mode="trace", pass_call=True, priority=-100)
+@hookkit.rule(of_torch("Tensor.retain_grad"), mode="trace", pass_call=True, priority=-100)
 def retain_grad(call: hookkit.Call, tensor: torch.Tensor) -> NoReturn:
     """Refuse to promise the gradient of a tensor that is made inside."""
     raise hookkit.HookError(
@@ -110,10 +102,7 @@ def retain_grad(call: hookkit.Call, tensor: torch.Tensor) -> NoReturn:
     )
 
 
-HOOKS = torch.autograd.graph.saved_tensors_hooks
-
-
-@hookkit.rule(HOOKS.__enter__, mode="trace", pass_call=True, priority=-100)
+@hookkit.rule(of_torch("autograd.graph.saved_tensors_hooks.__enter__"), mode="trace", pass_call=True, priority=-100)
 def saved_tensors_hooks(call: hookkit.Call, self: Any) -> NoReturn:
     """Refuse to have functions called with what is kept for the backward."""
     raise hookkit.HookError(
@@ -131,7 +120,7 @@ def _(call: hookkit.Call, self: Any) -> Any:
 
 def is_script_module(call: hookkit.Call) -> bool:
     """Whether a module of ``torch.jit`` is called, or a method of it."""
-    return isinstance(call.callable, (torch.jit.ScriptModule, torch.ScriptMethod))
+    return isinstance(call.callable, tuple(of_torch("jit.ScriptModule", "ScriptMethod")))
 
 
 @hookkit.rule(hookkit.where(is_script_module), mode="trace", pass_call=True, priority=-100)
