@@ -112,7 +112,8 @@ class Patch:
         holder, key = self.locate()
         before = holder.get(key, _MISSING) if isinstance(holder, dict) else holder.__dict__.get(key, _MISSING)
         installed = Installed(self, holder, key, before)
-        installed.put(self.replace(None if before is _MISSING else _held(holder, key)))
+        stock = _held(holder, key)  # which a class may inherit
+        installed.put(self.replace(None if stock is _MISSING else stock))
         return installed
 
     def __str__(self) -> str:

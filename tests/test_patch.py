@@ -275,3 +275,26 @@ def test_threads_see_what_is_left_out():
         thread.start()
         thread.join()
         assert not errors
+
+
+def test_what_a_class_inherits_is_wrapped_and_inherited_again():
+    class Base:
+        def value(self):
+            return 1
+
+    class Derived(Base):
+        pass
+
+    module = type(sys)("module_of_the_test")
+    module.Derived = Derived
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setitem(sys.modules, "module_of_the_test", module)
+        doubled = patch.Patch(
+            "module_of_the_test:Derived.value", patch.around_method(lambda self, stock: 2 * stock(self)), ""
+        )
+        assert doubled.is_wanted()
+        installed = doubled.install()
+    assert (Derived().value(), Base().value()) == (2, 1)
+    installed.remove()
+    assert "value" not in vars(Derived)
+    assert Derived().value() == 1
