@@ -14,7 +14,7 @@ import torch
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 import hookkit
-from hookkit.rules.names import of_torch
+from hookkit.rules._names import of_torch
 
 __all__ = ["checkpoint_rule", "checkpointed", "tag_activation_checkpoint"]
 

@@ -12,7 +12,7 @@ import thunder
 import torch
 
 import hookkit
-from hookkit.rules.names import both, of_torch
+from hookkit.rules._names import both, of_torch
 
 __all__ = [
     "activations_in_place",

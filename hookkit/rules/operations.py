@@ -15,7 +15,7 @@ import thunder
 import torch
 
 import hookkit
-from hookkit.rules.names import of_torch
+from hookkit.rules._names import of_torch
 
 __all__ = [
     "assignment",

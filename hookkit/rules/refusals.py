@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 import hookkit
-from hookkit.rules.names import both, of_torch
+from hookkit.rules._names import both, of_torch
 
 __all__ = [
     "autograd_inside",
