@@ -42,7 +42,8 @@ class Patch:
     """A replacement of one attribute, or of one entry of a dict.
 
     Attributes:
-        target: what is replaced: ``"module:Qualified.name"``, or ``"module:table[key]"`` for an entry of a dict.
+        target: what is replaced: ``"module:Qualified.name"``, or ``"module:table[key]"`` for an entry of a dict; with
+            ``|`` between the names that it has had.
         replace: makes what takes its place from what is there.
         lost: what thunder does where the patch is left out, for people who wonder.
         takes: the names of the parameters of what is replaced, in each form that is known; None if it is no function.
@@ -79,7 +80,8 @@ class Patch:
                 holder = getattr(holder, part)
         except (ImportError, AttributeError) as error:
             raise Misfit(f"{self.target} is not there ({error})") from error
-        return holder, key
+        names = key.split("|")
+        return holder, next((name for name in names if _held(holder, name) is not _MISSING), names[0])
 
     def is_wanted(self) -> bool:
         """Whether there is something to do: a version may lack, or have, what makes the patch unnecessary.

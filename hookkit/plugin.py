@@ -184,7 +184,10 @@ def _warn_once() -> None:
     if not patch.left_out:
         return
     listed = "\n".join(f"  {left}" for left in patch.left_out)
-    text = f"hookkit leaves out what does not fit {patch.versions()}; python -m hookkit lists it:\n{listed}"
-    if text not in _warned:
-        _warned.add(text)
-        warnings.warn(text, PluginWarning, stacklevel=3)
+    if listed not in _warned:
+        _warned.add(listed)
+        warnings.warn(
+            f"hookkit leaves out what does not fit {patch.versions()}; python -m hookkit lists it:\n{listed}",
+            PluginWarning,
+            stacklevel=3,
+        )

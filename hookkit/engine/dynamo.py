@@ -60,7 +60,7 @@ def call_method(ctx: Any, stock: Callable[..., Any], tx: Any, name: str, args: A
 
 
 def var_getattr(ctx: Any, stock: Callable[..., Any], tx: Any, name: str) -> Any:
-    """``AutogradFunctionContextVariable.var_getattr``, which takes a method for an attribute."""
+    """``AutogradFunctionContextVariable.var_getattr``, which takes a method for an attribute, or forgets its call."""
     if name == "set_materialize_grads" and _is_for_thunder():
         _leave("a Function", "it calls set_materialize_grads")
     return stock(ctx, tx, name)
@@ -121,7 +121,7 @@ _APPLY = "torch._dynamo.variables.higher_order_ops:AutogradFunctionApplyVariable
 PATCHES = [
     _patch(f"{_FUNCTION}.call_apply", apply, "self, tx, args, kwargs"),
     _patch(f"{_CONTEXT}.call_method", call_method, "self, tx, name, args, kwargs"),
-    _patch(f"{_CONTEXT}.var_getattr", var_getattr, "self, tx, name", optional=True),
+    _patch(f"{_CONTEXT}.var_getattr|tp_getattro_impl", var_getattr, "self, tx, name"),
     # Newer PyTorch traces a Function in steps.
     _patch(
         f"{_APPLY}.trace_forward_graph", trace_forward_graph, "self, tx, ctx, fwd_tracer, args, kwargs", optional=True
