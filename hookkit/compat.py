@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 from torch.autograd import Function
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.fx import GraphModule
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
@@ -28,6 +29,7 @@ __all__ = [
     "autograd_registration",
     "composite_kernel",
     "function_owner",
+    "gradient_edge",
     "graph_is_kept",
     "higher_order_apply_targets",
     "importing_thunder",
@@ -218,6 +220,18 @@ def nodes_need_owners() -> bool:
         return len(node.saved_tensors) != 1
     except RuntimeError:
         return True
+
+
+def gradient_edge(tensor: torch.Tensor) -> Any:
+    """A tensor's place in the autograd graph; the node lives as long as the edge, and the tensor need not.
+
+    Up to torch 2.8 an edge does not own the node of a custom Function: asked for anything once the tensor is gone it
+    raises, or ends the process. A view's node owns the node before it. Delete that when torch 2.9 is the oldest.
+    """
+    if tensor.grad_fn is not None and "ownership_token" not in GradientEdge._fields and nodes_need_owners():
+        with torch.enable_grad():
+            tensor = tensor.view_as(tensor)
+    return get_gradient_edge(tensor)
 
 
 def autograd_registration(operator: OpOverload) -> Any:

@@ -122,7 +122,7 @@ class DirectCall:
         expected = [(m.shape, m.dtype, m.device) for m in metadata]
         zeros = metadata[0].zeros if metadata else None
         count, parameter, tensor_type = len(expected), torch.nn.Parameter, torch.Tensor
-        owner_of = torch.autograd.graph.get_gradient_edge if compat.nodes_need_owners() else None
+        owner_of = compat.gradient_edge if compat.nodes_need_owners() else None
         set_grad_mode, grad_mode = torch._C._set_grad_enabled, torch.is_grad_enabled
 
         def forward(*values: Any) -> tuple[Any, ...]:

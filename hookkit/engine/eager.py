@@ -323,7 +323,7 @@ def run_eagerly(
         tracked = value.requires_grad and (value.grad_fn is not None or id(value) in given)
         differentiable.append(tracked)
         if tracked:
-            edges.append(torch.autograd.graph.get_gradient_edge(value))
+            edges.append(compat.gradient_edge(value))
             if with_root and root is None:
                 root = undefined_root(value)
         return value.detach()
