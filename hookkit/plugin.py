@@ -46,10 +46,10 @@ from hookkit.engine import (
     threads,
 )
 from hookkit.engine.calls import lookaside_for, trace_program
-from hookkit.engine.eager import set_materialize_grads
 from hookkit.engine.functionalise import functionalise_program
 from hookkit.engine.iteration import iterator_lookaside
 from hookkit.engine.methods import attribute_lookup, fallback_of, method_lookup, torch_callee
+from hookkit.engine.nodes import set_materialize_grads
 from hookkit.engine.symbols import export_leaks
 from hookkit.registry import registry
 from hookkit.residuals import mark, recompute, save

@@ -69,10 +69,8 @@ class State:
     def restore(self) -> None:
         """Put everything back."""
         for original, copy in self.containers.values():
-            if _same(original, copy):
-                continue
-            original.clear()
-            getattr(original, "extend" if isinstance(original, list | deque) else "update")(copy)
+            if not _same(original, copy):
+                _put_back(original, copy)
         for cell, value in self.cells.values():
             if _contents(cell) is not value:
                 cell.cell_contents = value
@@ -231,6 +229,36 @@ def _contents(cell: Any) -> Any:
         return cell.cell_contents
     except ValueError:
         return _MISSING
+
+
+def _put_back(original: Any, copy: Any) -> None:
+    """Make a container what it was, without a moment at which it lacks what others may look for.
+
+    Names that were added to a module stay: an import adds them, in another thread too.
+    """
+    if isinstance(original, dict):
+        for key in list(original) if not _is_namespace(original) else ():
+            if key not in copy:
+                del original[key]
+        for key, value in copy.items():
+            if original.get(key, _MISSING) is not value:
+                original[key] = value
+        if list(original) != list(copy) and not _is_namespace(original):
+            for key in copy:
+                original[key] = original.pop(key)
+    elif isinstance(original, list):
+        original[:] = copy
+    elif isinstance(original, set):
+        original |= copy
+        original &= copy
+    else:
+        original.clear()
+        original.extend(copy)
+
+
+def _is_namespace(names: dict[Any, Any]) -> bool:
+    """Whether a dict is a module's, the globals of functions."""
+    return "__builtins__" in names or ("__name__" in names and "__spec__" in names)
 
 
 def _same(original: Any, copy: Any) -> bool:
