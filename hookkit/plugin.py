@@ -46,6 +46,7 @@ from hookkit.engine import (
     threads,
 )
 from hookkit.engine.calls import lookaside_for, trace_program
+from hookkit.engine.effects import note_called
 from hookkit.engine.functionalise import functionalise_program
 from hookkit.engine.iteration import iterator_lookaside
 from hookkit.engine.methods import attribute_lookup, fallback_of, method_lookup, torch_callee
@@ -263,6 +264,7 @@ def _lookaside(stock: Callable[..., Any]) -> Callable[..., Any]:
             return operations.assign
         if fn is hasattr and operations.is_torch_attribute(*args[:2], value=True):
             return lambda *_: wrap_const(True)
+        note_called(fn)
         if isinstance(fn, torch.fx.GraphModule):
             compat.realise_graph_module(fn)
         if isinstance(fn, _WrappedCall):

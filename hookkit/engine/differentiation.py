@@ -89,7 +89,7 @@ def _note_sources(trace: Any, joint: Any, tracked: list[Any]) -> None:
         call.output_sources = [sources.get(a.name, frozenset()) for a in bsym.args[1:]]
         call.gradient_names = [o.name for o in bsym.output]
     gradients = joint.bound_symbols[-1].args[0]["output"]
-    arguments = [sources.get(getattr(g, "name", None)) for g in gradients]
+    arguments = [sources.get(g.name) if g is not None else None for g in gradients]
     _notes.reach[get_compile_data()] = arguments if len(tracked) > 1 or opaque else []
     if opaque:
 

@@ -76,15 +76,15 @@ def validated(
             continue
         if not isinstance(gradient, torch.Tensor):
             raise TypeError(f"expected Variable or None (got {type(gradient).__name__})")
-        if type(argument) is not Slot and not isinstance(argument, torch.Tensor):
+        if not isinstance(argument, Slot | torch.Tensor):
             raise RuntimeError(
                 f"function {node.name()} returned a gradient different from None at position {place + 1}, but the "
                 "corresponding forward input was not a Variable"
             )
-        like = inputs.get(argument.index) if type(argument) is Slot else None
-        if like is not None:
-            fitted, present = _fitted(node, place, like, gradient), result[argument.index]
-            result[argument.index] = fitted if present is None else present + fitted
+        if isinstance(argument, Slot) and argument.index in result:
+            index: int = argument.index
+            fitted, present = _fitted(node, place, inputs[index], gradient), result[index]
+            result[index] = fitted if present is None else present + fitted
     return result
 
 

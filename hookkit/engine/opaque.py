@@ -28,10 +28,10 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from torch.overrides import TorchFunctionMode
 
 from hookkit import operators
-from hookkit.engine import gradflow
+from hookkit.engine import caching, gradflow, guards
 from hookkit.engine.direct import DirectCall, NodeState
 from hookkit.engine.eager import Autocast, EagerResult, OpaqueState, fill, provider_callee, run_eagerly, split_tensors
-from hookkit.engine.effects import Generators, State, WritesUndone
+from hookkit.engine.effects import Generators, State, WritesUndone, following_natively
 from hookkit.engine.reach import Reach, none_defined, note_undefined
 from hookkit.engine.recomputation import is_recomputing, record_draws
 from hookkit.engine.symbols import feed_undefined, make_symbol, symbol_name
@@ -813,8 +813,10 @@ def _no_side_effects(invocation: Invocation) -> Iterator[WritesUndone]:
     reachable = State.reachable_from([invocation.call.function or invocation.call.callable, *invocation.call.args])
     generators, writes = Generators.now(), WritesUndone()
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(), following_natively(reachable):
             yield writes
+        if invocation.guarded is not None:
+            guards.drop_changed(invocation.guarded, caching.traced_program())
         reachable.restore()
     finally:
         writes.undo()

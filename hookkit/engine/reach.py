@@ -129,8 +129,8 @@ def sources_of_gradients(joint: Any, outputs: Sequence[Any], given: dict[str, Re
 def where_added(joint: Any, count: int, sources: dict[str, Reach], operator: Callable[[WhereUsed, Any], Any]) -> None:
     """Where a gradient that may be undefined meets others, have zeros in its place if it is.
 
-    thunder computes with zeros for what an opaque call does not give. What it makes of them need not be zeros: nan, where
-    the derivative is infinite.
+    thunder computes with zeros for what an opaque call does not give. What it makes of them need not be zeros: nan,
+    where the derivative is infinite.
 
     Args:
         joint: the trace of forward and backward.
