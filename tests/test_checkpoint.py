@@ -1,5 +1,6 @@
 """torch.utils.checkpoint and hookkit.recompute: as eager, with less memory and the same random numbers."""
 
+import dataclasses
 import functools
 import math
 
@@ -460,3 +461,26 @@ def test_outside_of_a_compiled_program_recompute_is_torchs_checkpoint():
     x = matrix()
     hookkit.recompute(counted, x).sum().backward()
     assert len(runs) == 2
+
+
+@dataclasses.dataclass
+class Outputs:
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        lambda x: Outputs(x.sin(), x.cos()),
+        lambda x: [x.sin(), x.cos()],
+        lambda x: {"first": x.sin(), "second": (x.cos(), 3)},
+        lambda x: (x.sin(), [x.cos()]),
+    ],
+)
+def test_tensors_in_a_container_that_a_reentrant_checkpoint_returns_do_not_require_grad(part):
+    def program(x):
+        output = checkpoint(part, x * 1, use_reentrant=True)
+        return (output.first, output.second) if isinstance(output, Outputs) else output, x * 2
+
+    assert_agrees(program, matrix())
