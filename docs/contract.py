@@ -221,6 +221,33 @@ def _():
     return lambda x: F.apply(x)[1], (vector(),)
 
 
+@case("a backward that returns None or a gradient as values decide", "opaque")
+def _():
+    def forward(ctx, x):
+        ctx.is_large = bool(x.sum() > 1e6)
+        return x * 2
+
+    F = function(forward, lambda ctx, grad: 100 * grad if ctx.is_large else None)
+    return lambda x: F.apply(x.exp()) + x, (vector(),)
+
+
+@case("a checkpoint that is given parameters and asks for their gradients in its backward", "opaque")
+def _():
+    def forward(ctx, run, x, *parameters):
+        ctx.run, ctx.x, ctx.parameters = run, x, parameters
+        with torch.no_grad():
+            return run(x)
+
+    def backward(ctx, grad):
+        x = ctx.x.detach().requires_grad_()
+        with torch.enable_grad():
+            out = ctx.run(x)
+        return (None, *torch.autograd.grad(out, [x, *ctx.parameters], 100 * grad, allow_unused=True))
+
+    F, layer = function(forward, backward), nn.Linear(4, 4)
+    return lambda x, *parameters: F.apply(layer, x, *parameters), (vector(), *layer.parameters())
+
+
 @case("an output that nothing used: its gradient is zeros")
 def _():
     def forward(ctx, x):

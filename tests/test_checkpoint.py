@@ -1,5 +1,6 @@
 """torch.utils.checkpoint and hookkit.recompute: as eager, with less memory and the same random numbers."""
 
+import dataclasses
 import functools
 import math
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 import thunder
 import torch
-from agreement import assert_agrees, assert_same, run
+from agreement import assert_agrees, assert_same, run, structure_of, tensors_of
 from thunder.dynamo import thunderfx
 from torch.utils.checkpoint import (
     checkpoint,
@@ -460,3 +461,33 @@ def test_outside_of_a_compiled_program_recompute_is_torchs_checkpoint():
     x = matrix()
     hookkit.recompute(counted, x).sum().backward()
     assert len(runs) == 2
+
+
+@dataclasses.dataclass
+class Outputs:
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        lambda x: Outputs(x.sin(), x.cos()),
+        lambda x: [x.sin(), x.cos()],
+        lambda x: {"first": x.sin(), "second": (x.cos(), 3)},
+        lambda x: (x.sin(), [x.cos()]),
+    ],
+)
+def test_tensors_in_a_container_that_a_reentrant_checkpoint_returns_do_not_require_grad(part):
+    def program(x):
+        output = checkpoint(part, x * 1, use_reentrant=True)
+        return (output.first, output.second) if isinstance(output, Outputs) else output, x * 2
+
+    found = []
+    for run_it in (program, thunder.jit(program)):  # not by torch.autograd.grad, which such a checkpoint refuses
+        x = matrix()
+        output = run_it(x)
+        sum(t.cos().sum() for t in tensors_of(output) if t.requires_grad).backward()
+        found.append((structure_of(output), x.grad))
+    assert found[1][0] == found[0][0]
+    torch.testing.assert_close(found[1][1], found[0][1])

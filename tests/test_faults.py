@@ -271,7 +271,7 @@ def test_a_fault_of_the_engine_reaches_the_user_and_leaves_nothing(holder, name,
 
 @pytest.mark.parametrize(
     ("holder", "name"),
-    [(eager, "run_eagerly"), (eager, "split_tensors"), (opaque, "_probe"), (opaque, "_probe_gradients")],
+    [(eager, "run_eagerly"), (eager, "split_tensors"), (opaque, "_probe"), (opaque, "_can_go_directly")],
     ids=lambda v: getattr(v, "__name__", v),
 )
 def test_a_fault_while_an_opaque_call_is_tried_out_is_said(holder, name):

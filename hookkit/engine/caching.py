@@ -43,6 +43,7 @@ __all__ = [
     "recall",
     "remember",
     "settings",
+    "traced_program",
     "tracing",
 ]
 
@@ -119,6 +120,12 @@ def tracing(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ite
         yield
     finally:
         _program.reset(token)
+
+
+def traced_program() -> Any:
+    """The function or module that is traced."""
+    program = _program.get()
+    return program.function if program is not None else None
 
 
 def note_call(function: Any, *, guarded: bool = True) -> None:

@@ -17,7 +17,7 @@ from thunder.core.jit_ext import get_jit_ctx
 from hookkit.call import Call
 from hookkit.engine import caching, gradflow, guards, opaque, records, replay
 from hookkit.engine.arguments import Bound
-from hookkit.engine.effects import Generators, State
+from hookkit.engine.effects import Generators, State, following
 from hookkit.engine.modules import current_buffers
 from hookkit.engine.mutation import Retrace
 from hookkit.engine.threads import one_at_a_time
@@ -261,13 +261,14 @@ def _run(invocation: Invocation, record: records.CallRecord) -> Any:
         return bind_call(invocation, *replay.instantiate(earlier, invocation))
     everything, outside = _reachable(invocation)
     generators = Generators.now()
-    guarded = guards.mark()
+    guarded = invocation.guarded = guards.mark()
     noted = caching.mark()
     error: BaseException
     try:
         if call.function is not None and call.kwargs:
             raise UntraceableError(f"keyword arguments {sorted(call.kwargs)} have no place in forward")
-        composite, returned = trace_call(invocation, outside)
+        with following(everything, outside):
+            composite, returned = trace_call(invocation, outside)
         caching.note_traced(outside)
         record.became("traced")
         if not everything.changed():
@@ -281,6 +282,7 @@ def _run(invocation: Invocation, record: records.CallRecord) -> Any:
         if not (rule.opaque_callee or isinstance(refused, UntraceableError)):
             raise
         error = refused
+    guards.drop_changed(guarded, caching.traced_program())
     outside.restore()
     generators.restore()
     guards.drop_uncheckable(guarded)

@@ -26,12 +26,12 @@ class Functions(str):
     """The names of the calls that hookkit took over in a program, if any; travels with what the forward saves.
 
     Attributes:
-        reach: for each argument of the program to which of its outputs it leads; empty if that does not matter.
+        reach: for each argument of the program what its gradient is made from; empty if that does not matter.
         unreached: the places of arguments that lead to none.
         undefined: in a backward, which of the outputs have no gradient.
     """
 
-    reach: Sequence[frozenset[int]] = ()
+    reach: Sequence[reach.Reach | None] = ()
     unreached: Sequence[int] = ()
     undefined: Sequence[bool] = ()
 
@@ -83,9 +83,9 @@ def backward(stock: Callable[..., Any], ctx: Any, *gradients: Any) -> Any:
         return stock(ctx, *gradients)
     with reach.running(names.undefined):
         result = stock(ctx, *gradients)
-        if names.reach and any(names.undefined) and len(names.reach) <= len(result):
+        if names.reach and reach.anything_undefined() and len(names.reach) <= len(result):
             leading = len(result) - len(names.reach)
-            kept = [None if reach.none_used(r) else g for r, g in zip(names.reach, result[leading:], strict=True)]
+            kept = [None if reach.none_defined(r) else g for r, g in zip(names.reach, result[leading:], strict=True)]
             result = (*result[:leading], *kept)
     if not names or not torch.is_grad_enabled():
         return result

@@ -22,9 +22,9 @@ from thunder.core.trace import tracectx
 from hookkit.engine import gradflow
 from hookkit.engine.connection import Functions
 from hookkit.engine.mutation import Retrace
-from hookkit.engine.reach import reach_of_calls, unreached_arguments
+from hookkit.engine.reach import Reach, reach_of_calls, sources_of_gradients, unreached_arguments, where_added
 from hookkit.engine.sharing import changes_in_place
-from hookkit.engine.symbols import Composite, called
+from hookkit.engine.symbols import Composite, called, where_used
 from hookkit.engine.values import Tag
 from hookkit.patch import Patch, around
 
@@ -39,7 +39,7 @@ class _Notes(threading.local):
 
     def __init__(self) -> None:
         self.calls: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
-        self.reach: weakref.WeakKeyDictionary[Any, list[frozenset[int]]] = weakref.WeakKeyDictionary()
+        self.reach: weakref.WeakKeyDictionary[Any, list[Reach | None]] = weakref.WeakKeyDictionary()
         self.unreached: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
         self.differentiable: weakref.WeakKeyDictionary[Any, list[bool]] = weakref.WeakKeyDictionary()
 
@@ -64,21 +64,44 @@ def differentiate(stock: Callable[..., Any], trace: Any) -> Any:
     differentiable = [gradflow.requires_grad(trace, o) and first[o.name] == i for i, o in enumerate(outputs)]
     _notes.differentiable[get_compile_data()] = differentiable
     tracked = [o for o, d in zip(outputs, differentiable, strict=True) if d]
-    calls, results, arguments = reach_of_calls(trace, tracked, _edges)
-    _notes.reach[get_compile_data()] = arguments
     _notes.unreached[get_compile_data()] = unreached_arguments(trace, tracked)
-    for place, reached in calls.items():
+    for place, reached in reach_of_calls(trace, tracked, _edges).items():
         call = called(trace.bound_symbols[place])
         if call is not None and len(reached) < len(tracked):
             call.reach = reached
-        if call is not None and not isinstance(call, Composite):
-            call.output_reach = results[place]
     _feed_undefined(trace, outputs)
     _notes.calls[get_compile_data()] = [b.sym.name for b in trace.bound_symbols if gradflow.is_explicit(b)]
     joint = stock(trace)
+    # they have other names now
+    outputs, _ = tree_flatten_with_dataclass(joint.bound_symbols[-1].args[0]["fw_flat_out"])
+    _note_sources(trace, joint, [o for o, d in zip(outputs, differentiable, strict=True) if d])
     _drop_undefined_gradients(joint)
     _give_zeros_a_shape(joint)
     return joint
+
+
+def _note_sources(trace: Any, joint: Any, tracked: list[Any]) -> None:
+    """Note what the gradients in a joint trace are made from, for opaque calls and for the program's arguments."""
+    traced = [c for c in map(called, trace.bound_symbols) if isinstance(c, Composite)]
+    sources = sources_of_gradients(joint, tracked, {n: c.reach for c in traced for n in c.gradient_names})
+    opaque = [b for b in joint.bound_symbols if gradflow.is_opaque_backward(b)]
+    for bsym in opaque:
+        call = called(bsym)
+        call.output_sources = [sources.get(a.name, frozenset()) for a in bsym.args[1:]]
+        call.gradient_names = [o.name for o in bsym.output]
+    gradients = joint.bound_symbols[-1].args[0]["output"]
+    arguments = [sources.get(g.name) if g is not None else None for g in gradients]
+    _notes.reach[get_compile_data()] = arguments if len(tracked) > 1 or opaque else []
+    if opaque:
+
+        def operator(meta: Any, gradient: Any) -> Any:
+            symbol = where_used(opaque[0].sym.executor, f"{gradient.name}_where_defined", meta)
+            bsym = symbol.bind(gradient, output=meta(gradient))
+            bsym.tags.add(BoundSymbolTag.BACKWARD)
+            return bsym
+
+        with tracectx(joint):
+            where_added(joint, len(tracked), sources, operator)
 
 
 def _edges(bsym: Any) -> tuple[Any, Any]:
@@ -95,9 +118,10 @@ def check_undefined(trace: Any) -> None:
     Raises:
         Retrace: if there is one; it was traced with a gradient.
     """
-    for call, _, _, runs in _fed_undefined(trace, trace.bound_symbols[-1].flat_proxy_args):
-        if not runs and isinstance(call, Composite) and not call.materializes:
-            raise Retrace(call.subject, "materialize_grads is off, and what used its output returned None for it")
+    for call, _, source, runs in _fed_undefined(trace, trace.bound_symbols[-1].flat_proxy_args):
+        may_be_none = not runs or not isinstance(source, Composite)
+        if may_be_none and isinstance(call, Composite) and call.backward is not None and not call.materializes:
+            raise Retrace(call.subject, "materialize_grads is off, and what used its output may return None for it")
 
 
 def _feed_undefined(trace: Any, outputs: Any) -> None:
@@ -106,6 +130,10 @@ def _feed_undefined(trace: Any, outputs: Any) -> None:
     PyTorch's engine runs every node that is connected to an output of the program, and a custom Function's gets zeros;
     thunder leaves out what no gradient reaches. So the backward that returns None feeds zeros to the earlier call.
     """
+    calls = [c for b in trace.bound_symbols if (c := called(b)) is not None]
+    if any(map(changes_in_place, trace.bound_symbols)) and sum(gradflow.requires_grad(trace, o) for o in outputs) == 1:
+        for call in calls:  # which of them that is is not known; each leads to the output that is used
+            call.is_fed_undefined = True
     for call, output, returns_none, runs in _fed_undefined(trace, outputs):
         call.is_fed_undefined = True
         if not runs:
@@ -115,7 +143,8 @@ def _feed_undefined(trace: Any, outputs: Any) -> None:
 def _fed_undefined(trace: Any, outputs: Any) -> Iterator[tuple[Any, Any, Any, bool]]:
     """The calls for an output of which another call returns None.
 
-    Each with that output and that other call, and whether some gradient reaches it.
+    Each with that output and that other call (an opaque one, of which that is known at run time only, if there is one),
+    and whether some gradient reaches it.
     """
     if any(map(changes_in_place, trace.bound_symbols)):
         return
@@ -126,7 +155,11 @@ def _fed_undefined(trace: Any, outputs: Any) -> Iterator[tuple[Any, Any, Any, bo
         reached = [o for o in reached if gradflow.requires_grad(trace, o)]
         if not reached:
             continue
-        without = next((o for o in reached if o.name in undefined), None)
+        without = min(
+            (o for o in reached if o.name in undefined),
+            key=lambda o: isinstance(undefined[o.name], Composite),
+            default=None,
+        )
         source = undefined[without.name] if without is not None else None
         runs = any(o.name in defined for o in reached)
         call = called(bsym) if gradflow.is_explicit(bsym) else None
@@ -138,7 +171,9 @@ def _fed_undefined(trace: Any, outputs: Any) -> Iterator[tuple[Any, Any, Any, bo
         if runs:
             defined.update(a.name for a in (tracked if given is None else given))
         if source is not None:
-            undefined.update({a.name: source for a in tracked if gradflow.requires_grad(trace, a)})
+            for name in [a.name for a in tracked if gradflow.requires_grad(trace, a)]:
+                before = undefined.get(name)
+                undefined[name] = source if before is None or isinstance(before, Composite) else before
 
 
 def _drop_undefined_gradients(joint: Any) -> None:
@@ -279,15 +314,11 @@ def _take_cotangents(backward: Any, kept: list[int], extra: bool) -> None:
     (tensors, others), cotangents = backward.args
     cotangents = [cotangents[i] for i in kept]
     others = [*others, None] if extra else others
-    places = {c.name: i for i, c in enumerate(cotangents) if isinstance(c, Proxy)}
     consuming = [b for b in backward.bound_symbols if b.sym.id not in (prims.PrimIDs.RETURN, prims.PrimIDs.DEL)]
-    consumed = {a.name for b in consuming for a in b.flat_proxy_args}
+    consumed = {a.name for b in consuming if not gradflow.is_opaque_backward(b) for a in b.flat_proxy_args}
     for bsym in backward.bound_symbols:
         if gradflow.is_opaque_backward(bsym):
             operator = called(bsym)
-            operator.program_outputs = {
-                i: places[a.name] for i, a in enumerate(bsym.args[1:]) if isinstance(a, Proxy) and a.name in places
-            }
             operator.handed_on = [getattr(o, "name", None) not in consumed for o in bsym.output]
     body = [b for b in backward.bound_symbols if not _unpacks_arguments(b)]
     names = ("saved_for_backward", "cotangents", "C0", "C1")

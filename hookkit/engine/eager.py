@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -19,8 +18,9 @@ import torch
 
 from hookkit import compat
 from hookkit.call import Call
+from hookkit.engine import nodes
 from hookkit.engine.arguments import Bound
-from hookkit.engine.values import Slot, broadcasts_to, leaves, map_leaves
+from hookkit.engine.values import Slot, TensorMetadata, broadcasts_to, leaves, map_leaves
 from hookkit.errors import GradientError
 from hookkit.residuals import Residuals
 from hookkit.rule import Rule
@@ -32,10 +32,8 @@ __all__ = [
     "OpaqueState",
     "fill",
     "is_own_leaf",
-    "materializes_grads",
     "provider_callee",
     "run_eagerly",
-    "set_materialize_grads",
     "split_tensors",
 ]
 
@@ -62,23 +60,6 @@ class Autocast:
     device: str
     dtype: torch.dtype
     enabled: bool
-
-
-_without_zeros: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def set_materialize_grads(ctx: Any, value: bool) -> None:
-    """``FunctionCtx.set_materialize_grads``; what was set cannot be read from a node, so it is noted."""
-    ctx.materialize_grads = value
-    if torch.compiler.is_compiling():  # by Dynamo, which then goes on as if this were PyTorch's own
-        return
-    (_without_zeros.discard if value else _without_zeros.add)(ctx)
-
-
-def materializes_grads(node: Any) -> bool:
-    """Whether the backward of a custom Function's node gets zeros, and not None, for a gradient that is undefined."""
-    quick = not _without_zeros.data  # type: ignore[attr-defined]  # the set itself: this is asked at every step
-    return quick or node not in _without_zeros
 
 
 def _references(node: Any) -> int:
@@ -113,26 +94,9 @@ def undefined_root(output: torch.Tensor) -> torch.Tensor:
 
 
 class OpaqueState:
-    """What an opaque call keeps for its backward.
+    """What an opaque call keeps for its backward."""
 
-    Attributes:
-        root: where the backward begins if no output of the call has a gradient; or what makes the zeros with which it
-            begins; None if it does not run then.
-    """
-
-    __slots__ = ("__weakref__", "root")
-
-    def __init__(self) -> None:
-        self.root: torch.Tensor | Callable[[], torch.Tensor] | None = None
-
-    def starts(self, edges: Sequence[Any], gradients: Sequence[torch.Tensor | None]) -> list[tuple[Any, torch.Tensor]]:
-        """Where the backward begins, each with its gradient; nowhere if it does not run."""
-        used = [(e, g) for e, g in zip(edges, gradients, strict=True) if g is not None]
-        if used or self.root is None:
-            return used
-        if isinstance(self.root, torch.Tensor):
-            return [(self.root, torch.ones_like(self.root))]
-        return [(edges[0], self.root())]
+    __slots__ = ("__weakref__",)
 
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor | None]:
         """The gradient of each input that needs one, by the input's index; None where there is none."""
@@ -151,6 +115,7 @@ class EagerState(OpaqueState):
         entered: the indices of the inputs that came in through the border node.
         leaves: those that were handed on as they are.
         anchor: what makes the border node require grad.
+        root: where the backward begins if no output of the call has a gradient; None if it does not run then.
     """
 
     edges: list[Any]
@@ -158,7 +123,7 @@ class EagerState(OpaqueState):
     entered: list[int]
     leaves: dict[int, torch.Tensor]
     anchor: torch.Tensor | None
-    root: torch.Tensor | Callable[[], torch.Tensor] | None = None
+    root: torch.Tensor | None = None
 
     def saved_bytes(self) -> int | None:
         """How much the graph keeps in tensors, each storage once; None if a node does not tell."""
@@ -207,7 +172,9 @@ class EagerState(OpaqueState):
         Args:
             gradients: for each output that requires grad its gradient, or None if nothing used it.
         """
-        used = self.starts(self.edges, gradients)
+        used = [(e, g) for e, g in zip(self.edges, gradients, strict=True) if g is not None]
+        if not used and self.root is not None:
+            used = [(self.root, torch.ones_like(self.root))]
         found: dict[int, torch.Tensor | None] = dict.fromkeys((*self.entered, *self.leaves))
         if not used:
             return found
@@ -224,6 +191,32 @@ class EagerState(OpaqueState):
         found.update(zip(self.entered, self.sink, strict=False))
         self.sink.clear()
         return found
+
+
+@attrs.define(eq=False, slots=False)
+class FunctionState(EagerState):
+    """What is kept of a custom Function all of whose outputs belong to its own node.
+
+    Attributes:
+        arguments: what it was applied to, a slot for each tensor.
+        inputs: by index the metadata of each input that gets a gradient.
+        outputs: the metadata of what it returned; None for what is no tensor.
+    """
+
+    arguments: Sequence[Any] = ()
+    inputs: dict[int, TensorMetadata] = attrs.field(factory=dict)
+    outputs: Sequence[TensorMetadata | None] = ()
+
+    def backward(self, gradients: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor | None]:
+        """The gradient of each input that needs one, by the input's index; None where there is none."""
+        arrived: list[torch.Tensor | None] = [None] * len(self.outputs)
+        for edge, gradient in zip(self.edges, gradients, strict=True):
+            present = arrived[edge.output_nr]
+            arrived[edge.output_nr] = gradient if present is None or gradient is None else present + gradient
+        if self.root is None and all(g is None for g in arrived):
+            return dict.fromkeys(self.inputs)
+        node = self.edges[0].node
+        return nodes.validated(node, nodes.apply(node, arrived, self.outputs), self.arguments, self.inputs)
 
 
 @attrs.define(eq=False)
@@ -257,6 +250,7 @@ def run_eagerly(
     copied: Sequence[int] = (),
     with_root: bool = False,
     written: Collection[int] = (),
+    is_function: bool = False,
 ) -> EagerResult:
     """Call a callee as eager PyTorch would at this place of the program.
 
@@ -270,6 +264,7 @@ def run_eagerly(
         copied: the indices of tensors that the callee changes in place; it gets copies.
         with_root: whether the backward is to run without any gradient, too.
         written: the indices of those that it changes although PyTorch does not count the change.
+        is_function: whether the callee is the ``apply`` of a Function.
 
     Returns:
         The output and how to differentiate it.
@@ -287,7 +282,8 @@ def run_eagerly(
             if not needed:
                 if isinstance(value, torch.Tensor) and value.requires_grad:
                     prepared[index] = value.detach()
-            elif value.requires_grad and is_own_leaf(value) and not value._backward_hooks:
+            # PyTorch's engine would run the hooks of a leaf, and so will the program's own backward
+            elif value.requires_grad and is_own_leaf(value) and (is_function or not value._backward_hooks):
                 leaves[index] = value
             else:
                 entered.append(index)
@@ -328,6 +324,8 @@ def run_eagerly(
                 root = undefined_root(value)
         return value.detach()
 
+    outputs = output if type(output) is tuple else (output,)
+    returned_metadata = [TensorMetadata.of(o) if isinstance(o, torch.Tensor) else None for o in outputs]
     output = map_leaves(cut, output)
     count = len(differentiable)
     returned = set(dirty_outputs.values())
@@ -340,7 +338,19 @@ def run_eagerly(
             values_now[index] = cut(before[index])
     dirty_outputs = {place: index for place, index in dirty_outputs.items() if place < count}
     state = EagerState(edges, sink, entered, leaves, anchor, root=root) if edges else None
+    if state is not None and is_function and not kwargs and _is_one_node(edges):
+        inputs = {i: TensorMetadata.of(values[i]) for i in (*entered, *leaves)}
+        state = FunctionState(
+            edges, sink, entered, leaves, anchor, root, arguments=arguments[0], inputs=inputs, outputs=returned_metadata
+        )
     return EagerResult(output, differentiable, values_now, dirty_outputs, state)
+
+
+def _is_one_node(edges: Sequence[Any]) -> bool:
+    """Whether edges of the graph lead to one node, which is a custom Function's and none of an argument of it."""
+    node = edges[0].node
+    own = isinstance(node, torch.autograd.function.BackwardCFunction) and not isinstance(node, _Entry._backward_cls)
+    return own and all(edge.node is node for edge in edges)
 
 
 def _has_version(value: Any) -> bool:

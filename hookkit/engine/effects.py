@@ -12,7 +12,9 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import attrs
@@ -20,7 +22,7 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Generators", "State", "WritesUndone"]
+__all__ = ["Generators", "State", "WritesUndone", "following", "following_natively", "note_called"]
 
 _FOREIGN = ("torch", "thunder", "numpy", "hookkit", "builtins", "typing", "functools", "math", "collections")
 _DEPTH = 3
@@ -39,6 +41,7 @@ class State:
     slots: dict[tuple[int, str], tuple[Any, str, Any]] = attrs.field(factory=dict)
     classes: dict[int, type[Any]] = attrs.field(factory=dict)
     seen: set[int] = attrs.field(factory=set)
+    codes: dict[int, types.CodeType] = attrs.field(factory=dict)
 
     @classmethod
     def reachable_from(cls, roots: Iterable[Any], depth: int = _DEPTH) -> State:
@@ -69,10 +72,8 @@ class State:
     def restore(self) -> None:
         """Put everything back."""
         for original, copy in self.containers.values():
-            if _same(original, copy):
-                continue
-            original.clear()
-            getattr(original, "extend" if isinstance(original, list | deque) else "update")(copy)
+            if not _same(original, copy):
+                _put_back(original, copy)
         for cell, value in self.cells.values():
             if _contents(cell) is not value:
                 cell.cell_contents = value
@@ -92,6 +93,15 @@ class State:
                 delattr(value, name)
             else:
                 setattr(value, name, held)
+
+    def visit_called(self, code: types.CodeType, names: dict[str, Any]) -> None:
+        """Look at the globals that code names which is about to run, however deep it is called.
+
+        What its cells hold may be the program's own, made while it runs.
+        """
+        if id(code) not in self.codes and _is_own(names.get("__name__")):
+            self.codes[id(code)] = code
+            self._visit_globals(code, names, _DEPTH)
 
     def _visit(self, value: Any, depth: int) -> None:
         if depth < 0 or id(value) in self.containers:
@@ -120,7 +130,7 @@ class State:
             for cls in type(value).__mro__ if is_own else ():
                 slots = vars(cls).get("__slots__", ())
                 for name in (slots,) if isinstance(slots, str) else slots:
-                    self.slots[id(value), name] = (value, name, getattr(value, name, _MISSING))
+                    self.slots.setdefault((id(value), name), (value, name, getattr(value, name, _MISSING)))
 
     def _visit_function(self, function: types.FunctionType, depth: int) -> None:
         if id(function) in self.seen or not _is_own(function.__module__):
@@ -132,10 +142,13 @@ class State:
                 content = _contents(cell)
                 self.cells[id(cell)] = (cell, content)
                 self._visit(content, depth - 1)
-        for name in _names(function.__code__):
-            if name in function.__globals__:
-                content = function.__globals__[name]
-                self.names[id(function.__globals__), name] = (function.__globals__, name, content)
+        self._visit_globals(function.__code__, function.__globals__, depth)
+
+    def _visit_globals(self, code: types.CodeType, names: dict[str, Any], depth: int) -> None:
+        for name in _names(code):
+            if name in names:
+                content = names[name]
+                self.names.setdefault((id(names), name), (names, name, content))
                 self._visit(content, depth - 1)
 
     def _visit_class(self, cls: type[Any], depth: int) -> None:
@@ -144,7 +157,45 @@ class State:
             if isinstance(value, staticmethod | classmethod | types.FunctionType | list | dict | set):
                 self._visit(value, depth)
             if not name.startswith("__"):
-                self.attributes[id(cls), name] = (cls, name, value)
+                self.attributes.setdefault((id(cls), name), (cls, name, value))
+
+
+_following: ContextVar[tuple[State, ...]] = ContextVar("hookkit_following_states", default=())
+
+
+@contextmanager
+def following(*states: State) -> Iterator[None]:
+    """While it lasts, the globals of functions that are interpreted are looked at before they run."""
+    token = _following.set((*_following.get(), *states))
+    try:
+        yield
+    finally:
+        _following.reset(token)
+
+
+@contextmanager
+def following_natively(state: State) -> Iterator[None]:
+    """While it lasts, the globals of functions that Python runs in this thread are looked at before they run."""
+    before: Any = sys.getprofile()
+
+    def look(frame: types.FrameType, event: Any, argument: Any) -> None:
+        if event == "call":
+            state.visit_called(frame.f_code, frame.f_globals)
+        if before is not None:
+            before(frame, event, argument)
+
+    sys.setprofile(look)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+
+
+def note_called(function: Any) -> None:
+    """A function is about to be interpreted."""
+    if isinstance(function, types.FunctionType):
+        for state in _following.get():
+            state.visit_called(function.__code__, function.__globals__)
 
 
 @attrs.define(eq=False)
@@ -231,6 +282,36 @@ def _contents(cell: Any) -> Any:
         return cell.cell_contents
     except ValueError:
         return _MISSING
+
+
+def _put_back(original: Any, copy: Any) -> None:
+    """Make a container what it was, without a moment at which it lacks what others may look for.
+
+    Names that were added to a module stay: an import adds them, in another thread too.
+    """
+    if isinstance(original, dict):
+        for key in list(original) if not _is_namespace(original) else ():
+            if key not in copy:
+                del original[key]
+        for key, value in copy.items():
+            if original.get(key, _MISSING) is not value:
+                original[key] = value
+        if list(original) != list(copy) and not _is_namespace(original):
+            for key in copy:
+                original[key] = original.pop(key)
+    elif isinstance(original, list):
+        original[:] = copy
+    elif isinstance(original, set):
+        original |= copy
+        original &= copy
+    else:
+        original.clear()
+        original.extend(copy)
+
+
+def _is_namespace(names: dict[Any, Any]) -> bool:
+    """Whether a dict is a module's, the globals of functions."""
+    return "__builtins__" in names or ("__name__" in names and "__spec__" in names)
 
 
 def _same(original: Any, copy: Any) -> bool:

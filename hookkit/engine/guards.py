@@ -11,9 +11,9 @@ from typing import Any
 
 from thunder.core.interpreter import ProvenanceRecord
 from thunder.core.jit_ext import get_jit_ctx
-from thunder.core.proxies import AnyProxy, Proxy
+from thunder.core.proxies import AnyProxy, NumberProxy, Proxy
 
-__all__ = ["drop_uncheckable", "mark", "uncheckable"]
+__all__ = ["drop_changed", "drop_uncheckable", "mark", "uncheckable"]
 
 
 def mark() -> int:
@@ -30,6 +30,46 @@ def drop_uncheckable(since: int) -> None:
     """Forget the guards, added since a mark for a call that is opaque after all, that could not be checked."""
     constraints = get_jit_ctx()._constraints
     constraints[since:] = [c for c in constraints[since:] if _checkable(c)]
+
+
+def drop_changed(since: int, program: Any) -> None:
+    """Forget the guards, added since a mark for a call that is opaque after all, of numbers that the call has changed.
+
+    A counter of its own, say: it reads that when it runs, and the program would be compiled again at every call.
+
+    Args:
+        since: the mark.
+        program: the function or module that is traced.
+    """
+    constraints = get_jit_ctx()._constraints
+    constraints[since:] = [c for c in constraints[since:] if not any(_has_changed(p, program) for p in c[1:])]
+
+
+def _has_changed(guarded: Any, program: Any) -> bool:
+    if not isinstance(guarded, NumberProxy) or guarded.history is None:
+        return False
+    try:
+        now = _value_of(guarded.history, program)
+    except (LookupError, AttributeError, TypeError):  # what leads there is not as it was, or no way that is known
+        return False
+    return bool(now != guarded.value)
+
+
+def _value_of(provenance: ProvenanceRecord, program: Any) -> Any:
+    """What a provenance leads to now.
+
+    Raises:
+        LookupError: if it leads there in a way that is not known here.
+    """
+    instruction = getattr(provenance.inst, "opname", None) or getattr(provenance.inst, "value", None)
+    if instruction == "INPUT_FN":
+        return program
+    if instruction == "CONSTANT":
+        return provenance.value
+    if instruction not in ("LOAD_ATTR", "BINARY_SUBSCR"):
+        raise LookupError(instruction)
+    holder, key = (_value_of(i, program) for i in provenance.inputs)
+    return getattr(holder, key) if instruction == "LOAD_ATTR" else holder[key]
 
 
 def _checkable(constraint: Any) -> bool:

@@ -20,6 +20,7 @@ from torch.fx.graph_module import _WrappedCall
 from hookkit import compat
 from hookkit.engine import caching, corrections, differentiation, gradflow, mutation, operations, recomputation
 from hookkit.engine.calls import lookaside_for
+from hookkit.engine.effects import note_called
 from hookkit.engine.iteration import iterator_lookaside
 from hookkit.engine.methods import attribute_lookup, fallback_of, method_lookup, torch_callee
 from hookkit.engine.symbols import export_leaks
@@ -94,6 +95,7 @@ def _lookaside(stock: Callable[..., Any]) -> Callable[..., Any]:
             return operations.assign
         if fn is hasattr and operations.is_torch_attribute(*args[:2], value=True):
             return lambda *_: wrap_const(True)
+        note_called(fn)
         if isinstance(fn, torch.fx.GraphModule):
             compat.realise_graph_module(fn)
         if isinstance(fn, _WrappedCall):

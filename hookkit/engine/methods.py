@@ -73,9 +73,8 @@ def method_lookup(function: Any, args: tuple[Any, ...]) -> Callable[..., Any] | 
     if function is not TensorProxy.__getattr__:
         return None
     if args[1].value in _LAYOUT and records.inside_a_call():
-        return partial(
-            raise_in_program, HookError(f"{args[1].value}() of a tensor is not known while a call is traced")
-        )
+        error = HookError(f"{args[1].value}() of a tensor is not known while a call is traced")
+        return partial(lambda error, *_, **__: raise_in_program(error), error)
     if args[1].value == "numel" and callable(args[0].value._numel):  # under thunder's cache of symbolic values
         return None
     method = getattr(torch.Tensor, args[1].value, None)

@@ -19,7 +19,7 @@ import attrs
 import torch
 from thunder.core import dtypes, prims
 from thunder.core.compile_data import get_compile_data
-from thunder.core.devices import Device, to_device, to_torch_device
+from thunder.core.devices import Device, to_torch_device
 from thunder.core.jit_ext import get_jit_ctx
 from thunder.core.proxies import AnyProxy, NumberProxy, Proxy, ProxyTag, TensorProxy
 from thunder.core.trace import tracectx
@@ -28,65 +28,30 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from torch.overrides import TorchFunctionMode
 
 from hookkit import operators
-from hookkit.engine import gradflow
+from hookkit.engine import caching, gradflow, guards
 from hookkit.engine.direct import DirectCall, NodeState
-from hookkit.engine.eager import (
-    Autocast,
-    EagerResult,
-    OpaqueState,
-    fill,
-    provider_callee,
-    run_eagerly,
-    set_materialize_grads,
-    split_tensors,
-)
-from hookkit.engine.effects import Generators, State, WritesUndone
-from hookkit.engine.reach import none_used, undefined_outputs
+from hookkit.engine.eager import Autocast, EagerResult, OpaqueState, fill, provider_callee, run_eagerly, split_tensors
+from hookkit.engine.effects import Generators, State, WritesUndone, following_natively
+from hookkit.engine.nodes import set_materialize_grads
+from hookkit.engine.reach import Reach, none_defined, note_undefined
 from hookkit.engine.recomputation import is_recomputing, record_draws
 from hookkit.engine.symbols import called, feed_undefined, make_symbol, symbol_name
 from hookkit.engine.traced import Invocation
 from hookkit.engine.tracing import Raised, add_note
-from hookkit.engine.values import PLAIN, Slot, is_differentiable_dtype, leaves, map_leaves, wrap_result
+from hookkit.engine.values import (
+    PLAIN,
+    Slot,
+    TensorMetadata,
+    is_differentiable_dtype,
+    leaves,
+    map_leaves,
+    wrap_result,
+)
 from hookkit.errors import HookError, MetaError, MetaWarning, OpaqueFallbackWarning, UntraceableError
 from hookkit.patch import Patch
 from hookkit.residuals import Residuals
 
 __all__ = ["PATCHES", "OpaqueCall", "fall_back", "opaque_call", "record_constant"]
-
-
-@attrs.frozen
-class TensorMetadata:
-    """What thunder knows of a tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> TensorMetadata:
-        """The metadata of a tensor."""
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.device)
-
-    def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} on {self.device}"
-
-    def zeros(self) -> torch.Tensor:
-        """A tensor of zeros with this metadata."""
-        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-
-    @classmethod
-    def of_proxy(cls, proxy: TensorProxy) -> TensorMetadata:
-        """The metadata of a proxy."""
-        return cls(tuple(proxy.shape), dtypes.to_torch_dtype(proxy.dtype), to_torch_device(proxy.device))
-
-    def proxy(self, requires_grad: bool) -> TensorProxy:
-        """A new proxy with this metadata."""
-        return TensorProxy(
-            shape=self.shape,
-            device=to_device(self.device),
-            dtype=dtypes.to_dtype(self.dtype),
-            requires_grad=requires_grad,
-        )
 
 
 @attrs.define(eq=False)
@@ -99,7 +64,7 @@ class Expected:
         differentiable: for each tensor whether it requires grad, then the same for each argument that is changed.
         changed: the indices of arguments that are changed in place.
         dirty_outputs: from the place of an output to the index of the changed argument that it is.
-        gradients: the indices of arguments that get a gradient.
+        gradients: the indices of arguments that need a gradient; whether they get one is known at run time only.
         views: the places of outputs that share memory with an argument that is not changed.
         saved_bytes: how much PyTorch keeps for the backward; None if that is not known.
         without_data: what the call raised on tensors without data, if it was run on example values instead.
@@ -132,12 +97,12 @@ class OpaqueCall:
         autocasts: the autocast regions around the call.
         written: the slots that it changes in place, by its schema.
         expected: what it returns.
-        program_outputs: from the place of a gradient to that of the program's output whose gradient it is.
         direct: the short way of the call, if it has one.
         inputs: the metadata of the slots that get a gradient.
         reach: to which of the program's outputs it leads, if not to all.
-        output_reach: the same for each output.
-        handed_on: for each gradient whether the program's backward returns it as it is, which may be None.
+        output_sources: for each output that requires grad what its gradient is made from, see :mod:`.reach`.
+        gradient_names: what the gradients that it gives are called there.
+        handed_on: for each of them whether it may be None: nothing that thunder executes takes it.
         undefined: outputs of earlier calls to whose backward this one feeds zeros, see ``feed_undefined``.
         is_fed_undefined: whether another call returns None for the gradient of an output, so that its backward has to
             run without any gradient, as in eager.
@@ -153,11 +118,11 @@ class OpaqueCall:
     autocasts: tuple[Autocast, ...]
     written: frozenset[int] = frozenset()
     expected: Expected | None = None
-    program_outputs: dict[int, int] = attrs.field(factory=dict)
     direct: DirectCall | None = None
     inputs: dict[int, TensorMetadata] = attrs.field(factory=dict)
-    reach: frozenset[int] | None = None
-    output_reach: Sequence[frozenset[int]] = ()
+    reach: Reach | None = None
+    output_sources: Sequence[Reach] = ()
+    gradient_names: Sequence[str] = ()
     handed_on: Sequence[bool] = ()
     undefined: list[TensorProxy] = attrs.field(factory=list)
     is_fed_undefined: bool = False
@@ -186,6 +151,7 @@ class OpaqueCall:
             copied=copied,
             with_root=self.is_fed_undefined,
             written=self.written,
+            is_function=self.is_function,
         )
 
     @property
@@ -207,8 +173,8 @@ class OpaqueCall:
         """What the operator does at run time."""
         assert self.expected is not None
         if self.direct is not None:
-            metadata, is_tuple = self.expected.tensors, self.expected.is_tuple
-            return self.direct.operator(metadata, is_tuple, self.note, self._refuse, lambda: self.is_fed_undefined)
+            self.direct.outputs, is_tuple = self.expected.tensors, self.expected.is_tuple
+            return self.direct.operator(is_tuple, self.note, self._refuse, lambda: self.is_fed_undefined)
         return self.forward
 
     def forward(self, *values: Any) -> tuple[Any, ...]:
@@ -249,7 +215,8 @@ class OpaqueCall:
     def backward_operator(self) -> Callable[..., tuple[Any, ...]]:
         """What the backward operator does at run time."""
         if self.direct is not None:
-            return self.direct.backward_operator(self.inputs, self.backward, self.note)
+            self.direct.inputs = self.inputs
+            return self.direct.backward_operator(self.backward, self._absent, self.note)
         return self.backward
 
     def backward(
@@ -265,32 +232,31 @@ class OpaqueCall:
         assert self.expected is not None
         if state is None:
             raise MetaError(f"{self.description} returned no tensor that requires grad, although its metadata said so")
-        undefined, places = undefined_outputs(), self.program_outputs
-        if undefined and none_used(self.reach):
+        if none_defined(self.reach):
             return self._filled({})
-        if undefined and places:
-            gradients = tuple(None if i in places and undefined[places[i]] else g for i, g in enumerate(gradients))
-        if undefined and self.output_reach:
-            reach = [r for r, d in zip(self.output_reach, self.expected.differentiable, strict=False) if d]
-            gradients = tuple(None if none_used(r) else g for r, g in zip(reach, gradients, strict=True))
         try:
             if isinstance(state, NodeState) and found is not None:
                 return self._filled(state.validated(found))
+            gradients = tuple(
+                [None if none_defined(s) else g for s, g in zip(self.output_sources, gradients, strict=True)]
+            )
             return self._filled(state.backward(gradients))
         except Exception as error:
             add_note(error, self.note)
             raise
 
     def _filled(self, found: dict[int, torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-        """The gradients in order, with zeros for None where the trace adds it to others."""
+        """The gradients in order."""
         assert self.expected is not None
-        handed_on = self.handed_on or [False] * len(self.expected.gradients)
-        return tuple(
-            [
-                self.inputs[i].zeros() if (g := found.get(i)) is None and not may_be_none else g
-                for i, may_be_none in zip(self.expected.gradients, handed_on, strict=True)
-            ]
-        )
+        gradients = [found.get(i) for i in self.expected.gradients]
+        return tuple([self._absent(n) if g is None else g for n, g in enumerate(gradients)])
+
+    def _absent(self, number: int) -> torch.Tensor | None:
+        """What stands for a gradient that the callee does not give: zeros, where the trace computes with it."""
+        assert self.expected is not None
+        note_undefined(self.gradient_names[number])
+        may_be_none = self.handed_on and self.handed_on[number]
+        return None if may_be_none else self.inputs[self.expected.gradients[number]].zeros()
 
     def _check(self, tensors: list[torch.Tensor], structure: Any, result: EagerResult) -> None:
         """Compare what the call returned with its metadata.
@@ -517,7 +483,7 @@ def _refuse_hidden_proxies(invocation: Invocation, value: Any) -> None:
                     f"tensor in the attribute {name!r}; pass the tensor as an argument of its own"
                 )
     for cell in getattr(value, "__closure__", None) or ():
-        if isinstance(_contents(cell), Proxy):
+        if any(isinstance(leaf, Proxy) for leaf in leaves(_contents(cell))):
             raise MetaError(
                 f"{invocation.call} cannot run as one opaque operator: {getattr(value, '__qualname__', value)} closes "
                 "over a tensor of the program; pass the tensor as an argument"
@@ -699,7 +665,10 @@ def _is_same(error: BaseException, other: BaseException | None) -> bool:
 
 
 def _probe(operator: OpaqueCall, values: list[Any]) -> Expected:
-    """Run a call and its backward, and see what comes out."""
+    """Run a call, and see what comes out.
+
+    Its backward is not tried: what it returns for these values says nothing about others.
+    """
     result = operator.run(values)
     tensors, structure = split_tensors(result.output)
     views = [i for i in _sharing(tensors, values) if i not in result.dirty_outputs]
@@ -713,17 +682,16 @@ def _probe(operator: OpaqueCall, values: list[Any]) -> Expected:
         if not isinstance(leaf, (*PLAIN, Slot)) and not callable(leaf) and not hasattr(leaf, "__module__"):
             raise MetaError(f"{operator.description} returned {type(leaf).__name__}, which is not known before it runs")
     saved_bytes = result.state.saved_bytes() if result.state is not None else 0
-    direct = _can_go_directly(operator, result, structure, values)  # before the backward frees what is kept
     return Expected(
         structure=structure,
         tensors=[TensorMetadata.of(t) for t in tensors],
         differentiable=list(result.differentiable),
         changed=sorted(result.changed),
         dirty_outputs=result.dirty_outputs,
-        gradients=_probe_gradients(operator, result, [*tensors, *result.changed.values()]),
+        gradients=[i for i, n in enumerate(operator.needs) if n] if result.state is not None else [],
         views=views,
         saved_bytes=saved_bytes,
-        direct=direct,
+        direct=_can_go_directly(operator, result, structure, values),
         is_tuple=isinstance(structure, tuple),
     )
 
@@ -746,22 +714,6 @@ def _sharing(tensors: list[torch.Tensor], values: list[Any]) -> list[int]:
     """The places of outputs that share memory with a value."""
     given = [v for v in values if isinstance(v, torch.Tensor)]
     return [i for i, t in enumerate(tensors) if any(torch._C._is_alias_of(t, v) for v in given)]  # type: ignore[attr-defined]
-
-
-def _probe_gradients(operator: OpaqueCall, result: EagerResult, tensors: list[torch.Tensor]) -> list[int]:
-    """The arguments that get a gradient; all that need one, if the backward does not run on these tensors."""
-    if result.state is None:
-        return []
-    gradients = [torch.ones_like(t) for t, d in zip(tensors, result.differentiable, strict=True) if d]
-    wanted = [i for i, n in enumerate(operator.needs) if n]
-    if operators.is_custom(operator.callee):
-        return wanted  # without data its kernel does not run, through which PyTorch may differentiate
-    try:
-        with torch.no_grad():
-            found = result.state.backward(gradients)
-    except Exception:
-        return wanted  # what is wrong with the backward is said when it runs, as in eager
-    return [i for i in wanted if found.get(i) is not None]
 
 
 def _from_meta_function(
@@ -863,8 +815,10 @@ def _no_side_effects(invocation: Invocation) -> Iterator[WritesUndone]:
     reachable = State.reachable_from([invocation.call.function or invocation.call.callable, *invocation.call.args])
     generators, writes = Generators.now(), WritesUndone()
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(), following_natively(reachable):
             yield writes
+        if invocation.guarded is not None:
+            guards.drop_changed(invocation.guarded, caching.traced_program())
         reachable.restore()
     finally:
         writes.undo()

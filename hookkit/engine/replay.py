@@ -155,6 +155,7 @@ def _copy(composite: Composite, returned: Any, env: dict[Any, Proxy]) -> tuple[C
         views=frozenset(new(o).name for o in composite.outputs if o.name in composite.views),
         used=False,
         undefined=[],
+        gradient_names=[],
     )
     return copied, map_leaves(new, returned)
 

@@ -11,7 +11,6 @@ import keyword
 import re
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import attrs
@@ -25,7 +24,7 @@ from thunder.core.trace import TraceCtx, get_tracectx, tracectx
 from thunder.extend import ImplInfo
 
 from hookkit.engine import gradflow
-from hookkit.engine.reach import metadata_of, used_or_zeros
+from hookkit.engine.reach import Reach, WhereUsed
 
 __all__ = [
     "Composite",
@@ -37,6 +36,7 @@ __all__ = [
     "make_symbol",
     "renamed",
     "symbol_name",
+    "where_used",
 ]
 
 _serials = itertools.count(1)
@@ -118,6 +118,7 @@ class Composite:
         tracked_count: how many of the inputs, the first ones, are edges of the autograd graph.
         is_fed_undefined: whether another call returns None for the gradient of an output.
         undefined: outputs of earlier calls to whose backward this one feeds zeros, see ``feed_undefined``.
+        gradient_names: the names in the joint trace of the gradients that it gives.
     """
 
     name: str
@@ -132,12 +133,13 @@ class Composite:
     views: frozenset[str] = frozenset()
     used: bool = False
     wanted_name: str = ""
-    reach: frozenset[int] | None = None
+    reach: Reach | None = None
     executor: Any = None
     materializes: bool = True
     tracked_count: int = 0
     is_fed_undefined: bool = False
     undefined: list[TensorProxy] = attrs.field(factory=list)
+    gradient_names: list[str] = attrs.field(factory=list)
 
     def residual_names(self) -> set[str]:
         """The names of the tensors that the backward reads."""
@@ -170,17 +172,21 @@ class Composite:
         self.used = True
         for given, gradient in zip(args, self.input_gradients, strict=True):
             if gradient is not None:
-                prims.put_grad(given, self._where_used(_swapped(env, gradient)))
+                found = self._where_used(_swapped(env, gradient))
+                self.gradient_names.append(found.name)
+                prims.put_grad(given, found)
         feed_undefined(self.undefined)
         return outputs
 
     def _where_used(self, gradient: Any) -> Any:
-        """A gradient, or zeros where eager PyTorch would not have called the backward."""
-        if self.reach is None:
+        """A gradient, or zeros where eager PyTorch would not have called the backward.
+
+        It is defined if the backward runs, and not only if what it is made from is.
+        """
+        several = sum(g is not None for g in self.output_gradients) > 1
+        if self.reach is None and not several and not self.is_fed_undefined:
             return gradient
-        used = partial(used_or_zeros, self.reach)
-        name = f"{self.name}_where_used"
-        return make_symbol(self.executor, name, metadata_of, used, kind=gradflow.WHERE_USED, is_prim=True)(gradient)
+        return where_used(self.executor, f"{self.name}_where_used", WhereUsed(self.reach))(gradient)
 
     def _replay(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[Any, Any]]:
         env = {variableify(i): a for i, a in zip(self.inputs, args, strict=True) if a is not i}
@@ -189,6 +195,11 @@ class Composite:
 
     def _compiled(self) -> Callable[..., Any]:
         return thunder.jit(lambda *args: self(*args))  # type: ignore[no-any-return]
+
+
+def where_used(executor: Any, name: str, meta: WhereUsed) -> Symbol:
+    """The symbol of an operator that hands a gradient on, or zeros where eager PyTorch has none."""
+    return make_symbol(executor, name, meta, meta.run, kind=gradflow.WHERE_USED, is_prim=True)
 
 
 def feed_undefined(tensors: Sequence[TensorProxy]) -> None:

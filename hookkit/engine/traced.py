@@ -55,6 +55,7 @@ class Invocation:
         kwargs: wrapped keyword arguments.
         grad_mode: whether grad mode is on around the call.
         mode: whether it is traced, opaque, or either, and who says so.
+        guarded: how many guards there were before it was tried to trace it; None if that was not tried.
     """
 
     rule: Rule
@@ -65,6 +66,7 @@ class Invocation:
     kwargs: dict[str, Any]
     grad_mode: bool
     mode: ModeInForce
+    guarded: int | None = None
 
     @property
     def name(self) -> str:

@@ -13,6 +13,8 @@ from typing import Any
 
 import attrs
 import torch
+from thunder.core import dtypes
+from thunder.core.devices import to_device, to_torch_device
 from thunder.core.interpreter import ProvenanceRecord, PseudoInst, unwrap, wrap, wrap_const
 from thunder.core.jit_ext import get_jit_ctx
 from thunder.core.proxies import Proxy, TensorProxy
@@ -21,6 +23,7 @@ __all__ = [
     "PLAIN",
     "Slot",
     "Tag",
+    "TensorMetadata",
     "broadcasts_to",
     "is_differentiable_dtype",
     "leaves",
@@ -132,8 +135,6 @@ def tensors_in(tree: Any) -> list[TensorProxy]:
 
 def is_differentiable_dtype(tensor: Any) -> bool:
     """Whether a tensor or tensor proxy is floating point or complex."""
-    from thunder.core import dtypes
-
     if isinstance(tensor, TensorProxy):
         return bool(dtypes.is_inexact_dtype(tensor.dtype))
     return bool(tensor.dtype.is_floating_point or tensor.dtype.is_complex)
@@ -151,6 +152,41 @@ class Tag:
 
     def __repr__(self) -> str:
         return self.name
+
+
+@attrs.frozen
+class TensorMetadata:
+    """What thunder knows of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorMetadata:
+        """The metadata of a tensor."""
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.device)
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} on {self.device}"
+
+    def zeros(self) -> torch.Tensor:
+        """A tensor of zeros with this metadata."""
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+
+    @classmethod
+    def of_proxy(cls, proxy: TensorProxy) -> TensorMetadata:
+        """The metadata of a proxy."""
+        return cls(tuple(proxy.shape), dtypes.to_torch_dtype(proxy.dtype), to_torch_device(proxy.device))
+
+    def proxy(self, requires_grad: bool) -> TensorProxy:
+        """A new proxy with this metadata."""
+        return TensorProxy(
+            shape=self.shape,
+            device=to_device(self.device),
+            dtype=dtypes.to_dtype(self.dtype),
+            requires_grad=requires_grad,
+        )
 
 
 @attrs.frozen

@@ -7,6 +7,7 @@ again are the operations of the trace: it cannot differ from the first time, and
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from typing import Any
 
@@ -75,7 +76,7 @@ def checkpoint_rule(
     if kwargs:
         raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
     if any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
-        return hookkit.recompute(function, *args)
+        return _as_of_a_function(hookkit.recompute(function, *args))
     if torch.is_grad_enabled():
         warnings.warn("None of the inputs have requires_grad=True. Gradients will be None", stacklevel=1)
     with torch.no_grad():
@@ -86,6 +87,27 @@ def checkpoint_rule(
 def checkpointed(function: Any, args: Any, kwargs: Any, **options: Any) -> Any:
     """Call a function that ``checkpoint`` has decorated (torch 2.14 and later)."""
     return checkpoint(function, *args, **options, **kwargs)
+
+
+def _as_of_a_function(output: Any) -> Any:
+    """What a reentrant checkpoint returns, which is a Function: tensors inside of containers are not tracked."""
+    if type(output) is tuple:
+        return tuple([item if isinstance(item, torch.Tensor) else _detached(item) for item in output])
+    return output if isinstance(output, torch.Tensor) else _detached(output)
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    if isinstance(value, dict):
+        return type(value)({key: _detached(item) for key, item in value.items()})
+    if isinstance(value, list | tuple):
+        items = [_detached(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [field.name for field in dataclasses.fields(value) if field.init]
+        return dataclasses.replace(value, **{name: _detached(getattr(value, name)) for name in fields})
+    return value
 
 
 # What Dynamo puts in the place of checkpoint, and what thunderfx puts in the place of that inside another one.
