@@ -163,8 +163,9 @@ class Rule:
         """Declare a condition.
 
         Args:
-            provider: takes the target's arguments, tensors as thunder's proxies (shape, dtype, device, ndim can be
-                asked), and returns true, false, or ``hookkit.decline(reason)``.
+            provider: takes the target's arguments, and returns true, false, or ``hookkit.decline(reason)``. Tensors
+                have torch's metadata (``x.dtype is torch.float64``, ``x.device``, ``x.requires_grad``,
+                ``isinstance(x, torch.Tensor)``) and no values: what would read them is refused.
 
         Returns:
             The provider.
@@ -197,7 +198,8 @@ class Rule:
         args, kwargs = self.known_arguments(call, call.args, call.kwargs)
         if self._when is None:
             return True
-        args = (call, *args) if self.pass_call else args
+        args, kwargs = call.shown(args), call.shown(kwargs)
+        args = (call.seen, *args) if self.pass_call else args
         try:
             return self._when(*args, **kwargs)
         except Exception as error:

@@ -20,6 +20,7 @@ from hookkit.engine.arguments import Bound
 from hookkit.engine.effects import Generators, State
 from hookkit.engine.modules import current_buffers
 from hookkit.engine.mutation import Retrace
+from hookkit.engine.seen import shows
 from hookkit.engine.threads import one_at_a_time
 from hookkit.engine.traced import Invocation, bind_call, trace_call
 from hookkit.engine.tracing import Raised, add_note, raise_in_program, user_source
@@ -70,7 +71,7 @@ def lookaside_for(
         uargs, ukwargs = unwrap_arguments(args, kwargs)
         return uargs, ukwargs, tuple(gradflow.requires_grad(trace, a) for a in uargs), user_source()
 
-    call = Call.pending(callee, function, details, unsupported)
+    call = Call.pending(callee, function, details, unsupported, shows(trace))
     candidates = []
     try:
         for candidate in registry.candidates(call):

@@ -358,7 +358,7 @@ def _autocast(regions: Sequence[Autocast]) -> Iterator[None]:
 def provider_callee(rule: Rule, call: Call) -> Callable[..., Any]:
     """A callable that runs a rule's providers as one autograd Function."""
     assert rule.forward is not None
-    leading = (call,) if rule.pass_call else ()
+    leading = (call.seen,) if rule.pass_call else ()
     forward = functools.partial(rule.forward, *leading)
     if rule.backward_provider is None:
         return forward

@@ -769,7 +769,7 @@ def _from_meta_function(
 ) -> Expected:
     with FakeTensorMode(allow_non_fake_inputs=True):
         args, kwargs = fill(operator.arguments, [_example(p, None) for p in slots])
-        leading = (invocation.call,) if invocation.rule.pass_call else ()
+        leading = (invocation.call.seen,) if invocation.rule.pass_call else ()
         try:
             output = provider(*leading, *args, **kwargs)
         except Exception as error:
