@@ -22,6 +22,7 @@ ORDER = [
     ["__init__.py"],
     ["pytest_plugin.py"],
     ["testing.py"],
+    ["diagnosis.py"],
     ["reporting.py"],
     ["plugin.py"],
     ["engine/"],
