@@ -17,7 +17,8 @@ from hookkit import autoload
 if TYPE_CHECKING:
     from hookkit import testing
     from hookkit.autoload import disable, enable, is_enabled
-    from hookkit.call import Call
+    from hookkit.call import Call, Source
+    from hookkit.declare import Declaration, rule
     from hookkit.errors import (
         ConflictError,
         GradientError,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
         OpaqueFallbackWarning,
         PluginWarning,
         RegistrationError,
+        RegistrationWarning,
         TargetWarning,
         UntraceableError,
     )
@@ -34,7 +36,8 @@ if TYPE_CHECKING:
     from hookkit.registry import rules
     from hookkit.reporting import explain, report
     from hookkit.residuals import mark, recompute, save
-    from hookkit.rule import Rule, rule, use
+    from hookkit.rule import Rule
+    from hookkit.scopes import use
     from hookkit.targets import decline, where
 
 __version__ = "0.1.0"
@@ -42,6 +45,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Call",
     "ConflictError",
+    "Declaration",
     "GradientError",
     "HookError",
     "MetaError",
@@ -49,7 +53,9 @@ __all__ = [
     "OpaqueFallbackWarning",
     "PluginWarning",
     "RegistrationError",
+    "RegistrationWarning",
     "Rule",
+    "Source",
     "TargetWarning",
     "UntraceableError",
     "decline",
@@ -72,7 +78,8 @@ __all__ = [
 # Where each public name comes from.
 _MODULES = {
     "autoload": ("disable", "enable", "is_enabled"),
-    "call": ("Call",),
+    "call": ("Call", "Source"),
+    "declare": ("Declaration", "rule"),
     "errors": (
         "ConflictError",
         "GradientError",
@@ -82,6 +89,7 @@ _MODULES = {
         "OpaqueFallbackWarning",
         "PluginWarning",
         "RegistrationError",
+        "RegistrationWarning",
         "TargetWarning",
         "UntraceableError",
     ),
@@ -89,7 +97,8 @@ _MODULES = {
     "registry": ("rules",),
     "reporting": ("explain", "report"),
     "residuals": ("mark", "recompute", "save"),
-    "rule": ("Rule", "rule", "use"),
+    "rule": ("Rule",),
+    "scopes": ("use",),
     "targets": ("decline", "where"),
 }
 _MODULE_OF = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names}
@@ -118,7 +127,7 @@ class _Package(ModuleType):
             super().__setattr__(name, value)
 
     def __dir__(self) -> list[str]:
-        return sorted({*vars(self), *__all__})
+        return sorted(__all__)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # cloudpickle knows modules by their exact class only.

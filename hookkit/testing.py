@@ -12,10 +12,12 @@ import attrs
 import thunder
 import torch
 
+from hookkit.declare import rule
 from hookkit.diagnosis import Providers, argument_names, factor_between, numeric_gradient, why_not_taken
 from hookkit.errors import HookError
 from hookkit.registry import rules
-from hookkit.rule import Rule, rule, use
+from hookkit.rule import Rule
+from hookkit.scopes import use
 from hookkit.targets import CallableTarget, FunctionTarget, NameTarget
 
 __all__ = ["CHECKS", "Check", "CheckResult", "assert_same", "check_rule", "run_check"]

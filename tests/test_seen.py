@@ -117,7 +117,9 @@ def test_the_memory_layout_is_refused_with_the_reason(ask: Any, name: str) -> No
 
 def test_a_predicate_sees_torchs_dtypes() -> None:
     def is_double(call: hookkit.Call) -> bool:
-        return call.callable is double and isinstance(call.args[0], torch.Tensor) and call.args[0].dtype is torch.float64
+        return (
+            call.callable is double and isinstance(call.args[0], torch.Tensor) and call.args[0].dtype is torch.float64
+        )
 
     rule = hookkit.rule(hookkit.where(is_double), register=False)(lambda x: 200 * x)
     program = thunder.jit(lambda x: double(x))
