@@ -146,7 +146,8 @@ def rule(
         register: False to have the rule only in ``with hookkit.use(rule)``.
 
     Returns:
-        The decorator, a :class:`Declaration`, which returns the :class:`Rule`; with ``mode="opaque"`` the rule, which is also the decorator.
+        The decorator, a :class:`Declaration`, which returns the :class:`Rule`; with ``mode="opaque"`` the rule, which
+        is also the decorator.
 
     Raises:
         RegistrationError: if the target is no target, or the provider's signature cannot take its arguments.

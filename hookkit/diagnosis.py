@@ -1,4 +1,4 @@
-"""What is wrong with a rule, in the terms of who wrote it: which rule takes its calls, and its providers run by themselves.
+"""What is wrong with a rule, as its author would say it: who takes its calls, and what its providers return.
 
 ``hookkit.testing`` compares a compiled program with the eager one, and asks here when they differ.
 """

@@ -108,6 +108,21 @@ class Rule(Generic[P, R]):
     def __repr__(self) -> str:
         return f"<hookkit.Rule {self}>"
 
+    @property
+    def ships(self) -> bool:
+        """Whether the rule is hookkit's own."""
+        return self._ships
+
+    def described(self, kind: str) -> str:
+        """A provider in words, with the place where it is declared.
+
+        Args:
+            kind: ``"forward provider"``, ``"backward provider"`` or ``"meta function"``.
+        """
+        providers = {"forward provider": self.forward, "backward provider": self._backward, "meta function": self._meta}
+        place = place_of(providers[kind]) or self.declared_at
+        return f"the {kind} of the rule {self.name} ({place})"
+
     def is_declared_again_by(self, other: Rule[..., Any]) -> bool:
         """Whether another rule is this one, declared a second time.
 

@@ -69,6 +69,8 @@ def _meant(selection: Any) -> list[Rule[..., Any]]:
     """
     if isinstance(selection, Rule):
         return [selection]
+    if not (isinstance(selection, str) or callable(selection)):
+        raise RegistrationError(f"hookkit.use(without=...) takes rules, got {selection!r}; or their names or targets")
     found = rules(selection)
     if not found:
         names = [rule.name for rule in rules()]

@@ -547,7 +547,8 @@ def _difference(eager: Observation, compiled: Observation) -> str | None:
     ]
     for label, wanted, got in pairs:
         if (wanted is None) != (got is None):
-            return f"{label}: {'None in eager PyTorch, a tensor' if wanted is None else 'a tensor in eager PyTorch, None'} compiled"
+            kinds = ["None" if value is None else "a tensor" for value in (wanted, got)]
+            return f"{label}: {kinds[0]} in eager PyTorch, {kinds[1]} compiled"
         if wanted is not None and got is not None:
             try:
                 torch.testing.assert_close(got, wanted, equal_nan=True)
@@ -564,7 +565,8 @@ def _comparison(got: torch.Tensor, wanted: torch.Tensor) -> str:
     if len(differing) == 0:
         return ""
     place = int(differing[0])
-    return f"; eager PyTorch gives {wanted.flatten()[place]:.6g} where the compiled program gives {got.flatten()[place]:.6g}"
+    values = [f"{t.flatten()[place]:.6g}" for t in (wanted, got)]
+    return f"; eager PyTorch gives {values[0]} where the compiled program gives {values[1]}"
 
 
 def _diagnosis(case: _Case, failed: list[Check]) -> str:

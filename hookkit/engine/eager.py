@@ -20,6 +20,7 @@ import torch
 from hookkit import compat
 from hookkit.call import Call
 from hookkit.engine.arguments import Bound
+from hookkit.engine.outside import OUTSIDE, Uses, gets_gradients, refuse_missing
 from hookkit.engine.values import Slot, broadcasts_to, leaves, map_leaves
 from hookkit.errors import GradientError
 from hookkit.residuals import Residuals
@@ -367,14 +368,23 @@ def provider_callee(rule: Rule, call: Call) -> Callable[..., Any]:
     class Providers(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, args: Any, kwargs: Any, structure: list[Any], *tensors: torch.Tensor) -> Any:
-            result = forward(*args, **kwargs)
+            besides = kwargs.pop(OUTSIDE, {})
+            uses: Any = contextlib.nullcontext()
+            if any(ctx.needs_input_grad) and gets_gradients(rule, call):
+                named = {id(t) for t in besides.values()}
+                given = [t for t in tensors if id(t) not in named]
+                uses = Uses(rule, call, Bound.of(rule, Call(forward, None, args, kwargs)).by_name, given)
+            with uses:
+                result = forward(*args, **kwargs)
+            ctx.used = uses.names if isinstance(uses, Uses) else ()
             residuals = Residuals({})
             if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Residuals):
                 result, residuals = result
             marks = residuals._marks
             places = {id(t): Slot(i) for i, t in enumerate(tensors)}
-            args, kwargs = map_leaves(lambda v: places.get(id(v), v), (args, kwargs))
+            args, kwargs, besides = map_leaves(lambda v: places.get(id(v), v), (args, kwargs, besides))
             ctx.bound = Bound.of(rule, Call(forward, None, args, kwargs))
+            ctx.bound.outside = besides
             ctx.needs = ctx.bound.needs([Slot(i) for i, n in enumerate(ctx.needs_input_grad[3:]) if n])
             ctx.inputs = [Metadata.of(t) for t in tensors]
             values = {k: v for k, v in residuals.__dict__.items() if not k.startswith("_")}
@@ -396,9 +406,11 @@ def provider_callee(rule: Rule, call: Call) -> Callable[..., Any]:
                 map_leaves(lambda v: gradients[v.index] if isinstance(v, Slot) else None, item) for item in items
             ]
             result: list[Any] = [None] * len(ctx.inputs)
-            for label, place, gradient in ctx.bound.pair_gradients(rule, backward(residuals, *arguments)):
+            found = backward(residuals, *arguments)
+            refuse_missing(rule, call, ctx.used, found)
+            for label, place, gradient in ctx.bound.pair_gradients(rule, found):
                 if gradient is not None:
-                    ctx.inputs[place.index].check(rule.name, label, gradient)
+                    ctx.inputs[place.index].check(rule, label, gradient)
                     present = result[place.index]
                     result[place.index] = gradient if present is None else present + gradient
             return (None, None, None, *result)
@@ -442,13 +454,13 @@ class Metadata:
         """The metadata of a tensor."""
         return cls(tuple(tensor.shape), tensor.device)
 
-    def check(self, name: str, label: str, gradient: Any) -> None:
+    def check(self, rule: Rule[..., Any], label: str, gradient: Any) -> None:
         """Refuse a gradient that does not fit.
 
         Raises:
             GradientError: if it is no tensor, on another device, or of a shape that does not reduce to the input's.
         """
-        where = f"the backward provider of the rule {name} returned a gradient of {label}"
+        where = f"{rule.described('backward provider')} returned a gradient of {label}"
         if not isinstance(gradient, torch.Tensor):
             raise GradientError(f"{where} that is {gradient!r} ({type(gradient).__name__}); expected a tensor or None")
         if gradient.device != self.device:

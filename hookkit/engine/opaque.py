@@ -41,6 +41,7 @@ from hookkit.engine.eager import (
     split_tensors,
 )
 from hookkit.engine.effects import Generators, State, WritesUndone
+from hookkit.engine.outside import OUTSIDE, gets_gradients, parameters_of
 from hookkit.engine.reach import none_used, undefined_outputs
 from hookkit.engine.recomputation import is_recomputing, record_draws
 from hookkit.engine.symbols import called, feed_undefined, make_symbol, symbol_name
@@ -479,6 +480,8 @@ def _operator(invocation: Invocation) -> tuple[OpaqueCall, list[Proxy]]:
         return places[value.name]
 
     arguments = map_leaves(place, (call.args, call.kwargs))
+    if invocation.grad_mode and gets_gradients(rule, call) and (besides := parameters_of(invocation)):
+        arguments = arguments[0], {**arguments[1], OUTSIDE: {name: place(proxy) for name, proxy in besides.items()}}
     trace = get_jit_ctx().computation_trace
     callee = call.callable if rule.opaque_callee else provider_callee(rule, call)
     autocasts = tuple(
@@ -769,6 +772,7 @@ def _from_meta_function(
 ) -> Expected:
     with FakeTensorMode(allow_non_fake_inputs=True):
         args, kwargs = fill(operator.arguments, [_example(p, None) for p in slots])
+        kwargs.pop(OUTSIDE, None)
         leading = (invocation.call.seen,) if invocation.rule.pass_call else ()
         try:
             output = provider(*leading, *args, **kwargs)

@@ -22,6 +22,7 @@ from hookkit.engine.differentiation import RESIDUAL
 from hookkit.engine.effects import Generators, State
 from hookkit.engine.functionalise import functionalise
 from hookkit.engine.mutation import views_of_arguments
+from hookkit.engine.outside import gets_gradients, outside, refuse_missing
 from hookkit.engine.symbols import Composite, bind
 from hookkit.engine.tracing import Attempt, is_made
 from hookkit.engine.values import (
@@ -117,6 +118,10 @@ class Invocation:
             for item, wrapped_item in zip(getattr(self.call, name), value, strict=True):
                 assert item is unwrap(wrapped_item)
         return wrapped
+
+    def named_arguments(self) -> dict[str, Any]:
+        """The wrapped arguments by the names of their parameters."""
+        return {**dict(zip(self.bound.names, self.args, strict=False)), **self.kwargs}
 
     def differentiable_inputs(self) -> list[TensorProxy]:
         """The tensors of the call that need a gradient."""
@@ -239,6 +244,9 @@ def _with_backward(
     inputs = invocation.differentiable_inputs() if invocation.grad_mode else []
     forward_symbols, last_values = functionalise(trace, forward.bound_symbols)
     forward_symbols = list(forward_symbols)
+    if invocation.grad_mode and gets_gradients(invocation.rule, invocation.call):
+        invocation.bound.outside = outside(invocation, _free(forward_symbols))
+        inputs += [p for p in invocation.bound.outside.values() if gradflow.requires_grad(trace, p)]
     outputs, returned, own = _own_outputs(invocation, output, residuals, bool(inputs), forward_symbols, last_values)
     composite = Composite(
         name=invocation.name,
@@ -400,9 +408,12 @@ def _run_backward(
             raise UntraceableError(
                 "its backward changes what the forward kept for it: a second backward would see that"
             )
+        wanted = {i.name for i in inputs}
+        used = [n for n, p in invocation.bound.outside.items() if p.name in wanted]
+        refuse_missing(rule, invocation.call, used, result)
         pairs = invocation.bound.pair_gradients(rule, result)
         with tracectx(trace):
-            gradients = _accumulate(invocation, pairs, {i.name for i in inputs})
+            gradients = _accumulate(invocation, pairs, wanted)
             # What the backward returns and did not make, a saved tensor say, must not share memory with the gradient:
             # autograd takes what it is given for ``.grad``.
             new = {o.name for b in backward.bound_symbols for o in b.flat_proxy_outs}
@@ -441,7 +452,7 @@ def _fit(invocation: Invocation, label: str, tensor: TensorProxy, gradient: Any)
 
     torch: ``validate_outputs`` in torch/csrc/autograd/engine.cpp.
     """
-    where = f"the backward provider of the rule {invocation.rule.name} for {invocation.call}"
+    where = f"{invocation.rule.described('backward provider')} for {invocation.call}"
     if not isinstance(gradient, TensorProxy):
         raise GradientError(
             f"{where} returned {gradient!r} ({type(gradient).__name__}) as the gradient of {label}; "
