@@ -15,8 +15,9 @@ from hookkit.declared import Origin, is_same_function
 from hookkit.errors import HookError, RegistrationError
 from hookkit.modes import RuleMode
 from hookkit.registry import registry
-from hookkit.signatures import POSITIONAL, Difference, difference, misfit
+from hookkit.signatures import POSITIONAL, Difference, count_misfit, difference, misfit, torch_signature
 from hookkit.targets import (
+    CallableTarget,
     NameTarget,
     Target,
     decline,
@@ -169,6 +170,14 @@ class Rule(Generic[P, R]):
             positional = [p for p in signature.parameters.values() if p.kind in POSITIONAL]
             variadic = any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values())
             least = 2 + self.pass_call
+            required = [
+                p.name for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY and p.default is p.empty
+            ]
+            if required:
+                raise RegistrationError(
+                    f"the backward provider of the rule {self.name} is declared as {_show(provider)}; nothing gives "
+                    f"it {required[0]!r}: what it needs is kept by hookkit.save({required[0]}=...)"
+                )
             if len(positional) < least and not variadic:
                 raise RegistrationError(
                     f"the backward provider of the rule {self.name} is declared as {_show(provider)}; it takes "
@@ -356,6 +365,9 @@ class Rule(Generic[P, R]):
     def _check_fits(self, kind: str, provider: Callable[..., Any]) -> None:
         for target in self.targets:
             wanted, given = target.signature(), signature_of(provider)
+            loose = wanted is None and not self._ships and isinstance(target, CallableTarget)
+            if loose:
+                wanted = torch_signature(target.callable)
             if wanted is None or given is None:
                 continue
             if self.pass_call:
@@ -363,7 +375,7 @@ class Rule(Generic[P, R]):
             if self._ships:
                 self._note_difference(target, wanted, given, provider)
                 continue
-            obstacle = misfit(wanted, given)
+            obstacle = count_misfit(wanted, given) if loose else misfit(wanted, given)
             if obstacle:
                 raise RegistrationError(
                     f"the {kind} of the rule {self.name} cannot take the arguments of its target: {obstacle}\n"

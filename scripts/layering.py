@@ -26,7 +26,7 @@ ORDER = [
     ["reporting.py"],
     ["plugin.py"],
     ["engine/"],
-    ["declare.py", "scopes.py"],
+    ["declare.py", "scopes.py", "returned.py"],
     ["rule.py"],
     ["signatures.py"],
     ["registry.py"],

@@ -1,5 +1,9 @@
 """hookkit.testing: its checks hold for what is right, and each fails on its own."""
 
+import os
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from thunder.dynamo import thunderfx
@@ -186,6 +190,26 @@ def test_the_marker_makes_a_test_for_each_check(pytester):
         ]
     )
     result.assert_outcomes(passed=16, skipped=8, failed=7)
+
+
+@pytest.mark.parametrize("conftest", ["", 'pytest_plugins = ["hookkit.pytest_plugin"]'])
+def test_pytest_loads_the_plugin_by_itself(pytester, monkeypatch, conftest):
+    root = Path(hookkit.__file__).parent.parent
+    declared = re.search(r"^\[project.entry-points.pytest11\]\n(.+)", (root / "pyproject.toml").read_text(), re.M)
+    metadata = pytester.mkdir("installed") / "hookkit_under_test-1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: hookkit-under-test\nVersion: 1\n")
+    (metadata / "entry_points.txt").write_text("[pytest11]\n" + declared[1].replace('"', "") + "\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(metadata.parent), str(root)]))
+    pytester.makeconftest(conftest)
+    pytester.makepyfile(
+        test_other="import sys\ndef test_other():\n    assert 'torch' not in sys.modules",
+        test_rules=RULE_TESTS,
+    )
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-k", "other or differences", "test_other.py")
+    result.assert_outcomes(passed=1)
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-k", "differences")
+    result.assert_outcomes(passed=1, failed=1, deselected=2 * len(hookkit.testing.CHECKS))
 
 
 def test_a_modules_parameters_are_compared_under_any_compiler():

@@ -97,6 +97,8 @@ class Bound:
             GradientError: if there are too few or too many, or names or structure do not fit.
         """
         where = f"{rule.described('backward provider')} for {self.call}"
+        if result is None and not rule.ships:
+            raise GradientError(f"{where} returned None: is its return statement missing? {{}} says: no gradients")
         if isinstance(result, dict):
             named = {**self.outside, **self.by_name}
             unknown = [k for k, v in result.items() if k not in named and v is not None and not self._is_frozen(k)]

@@ -24,6 +24,7 @@ from hookkit.engine.outside import OUTSIDE, Uses, gets_gradients, refuse_missing
 from hookkit.engine.values import Slot, broadcasts_to, leaves, map_leaves
 from hookkit.errors import GradientError
 from hookkit.residuals import Residuals
+from hookkit.returned import check_takes, output_and_residuals
 from hookkit.rule import Rule
 
 __all__ = [
@@ -362,7 +363,7 @@ def provider_callee(rule: Rule, call: Call) -> Callable[..., Any]:
     leading = (call.seen,) if rule.pass_call else ()
     forward = functools.partial(rule.forward, *leading)
     if rule.backward_provider is None:
-        return forward
+        return lambda *args, **kwargs: output_and_residuals(rule, forward(*args, **kwargs))[0]
     backward = functools.partial(rule.backward_provider, *leading)
 
     class Providers(torch.autograd.Function):
@@ -377,9 +378,8 @@ def provider_callee(rule: Rule, call: Call) -> Callable[..., Any]:
             with uses:
                 result = forward(*args, **kwargs)
             ctx.used = uses.names if isinstance(uses, Uses) else ()
-            residuals = Residuals({})
-            if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Residuals):
-                result, residuals = result
+            result, kept = output_and_residuals(rule, result)
+            residuals = kept if kept is not None else Residuals({})
             marks = residuals._marks
             places = {id(t): Slot(i) for i, t in enumerate(tensors)}
             args, kwargs, besides = map_leaves(lambda v: places.get(id(v), v), (args, kwargs, besides))
@@ -388,8 +388,8 @@ def provider_callee(rule: Rule, call: Call) -> Callable[..., Any]:
             ctx.needs = ctx.bound.needs([Slot(i) for i, n in enumerate(ctx.needs_input_grad[3:]) if n])
             ctx.inputs = [Metadata.of(t) for t in tensors]
             values = {k: v for k, v in residuals.__dict__.items() if not k.startswith("_")}
-            kept, ctx.residuals = split_tensors(values)
-            ctx.save_for_backward(*kept)
+            saved, ctx.residuals = split_tensors(values)
+            ctx.save_for_backward(*saved)
             ctx.mark_non_differentiable(*(t for t in marks.non_differentiable if isinstance(t, torch.Tensor)))
             ctx.mark_dirty(*marks.dirty)
             ctx.set_materialize_grads(marks.materialize_grads)
@@ -406,6 +406,7 @@ def provider_callee(rule: Rule, call: Call) -> Callable[..., Any]:
                 map_leaves(lambda v: gradients[v.index] if isinstance(v, Slot) else None, item) for item in items
             ]
             result: list[Any] = [None] * len(ctx.inputs)
+            check_takes(rule, len(arguments))
             found = backward(residuals, *arguments)
             refuse_missing(rule, call, ctx.used, found)
             for label, place, gradient in ctx.bound.pair_gradients(rule, found):
@@ -463,6 +464,8 @@ class Metadata:
         where = f"{rule.described('backward provider')} returned a gradient of {label}"
         if not isinstance(gradient, torch.Tensor):
             raise GradientError(f"{where} that is {gradient!r} ({type(gradient).__name__}); expected a tensor or None")
+        if not (gradient.is_floating_point() or gradient.is_complex()):
+            raise GradientError(f"{where} with dtype {gradient.dtype}; expected floating point, as {label} has")
         if gradient.device != self.device:
             raise GradientError(f"{where} on {gradient.device}; expected device {self.device}")
         if not broadcasts_to(self.shape, tuple(gradient.shape)):

@@ -50,7 +50,7 @@ from hookkit.engine.tracing import Raised, add_note
 from hookkit.engine.values import PLAIN, Slot, is_differentiable_dtype, leaves, map_leaves, wrap_result
 from hookkit.errors import HookError, MetaError, MetaWarning, OpaqueFallbackWarning, UntraceableError
 from hookkit.patch import Patch
-from hookkit.residuals import Residuals
+from hookkit.returned import output_and_residuals
 
 __all__ = ["PATCHES", "OpaqueCall", "fall_back", "opaque_call", "record_constant"]
 
@@ -143,6 +143,7 @@ class OpaqueCall:
         is_fed_undefined: whether another call returns None for the gradient of an output, so that its backward has to
             run without any gradient, as in eager.
         is_function: whether the callee is the ``apply`` of a Function, which looks for tensors in its arguments only.
+        meta: the meta function, in words.
     """
 
     description: str
@@ -163,6 +164,7 @@ class OpaqueCall:
     undefined: list[TensorProxy] = attrs.field(factory=list)
     is_fed_undefined: bool = False
     is_function: bool = False
+    meta: str = "its meta function"
 
     def tracked(self, args: Sequence[Any]) -> Sequence[Any]:
         """Those of the operator's arguments that are edges of the autograd graph."""
@@ -306,7 +308,8 @@ class OpaqueCall:
             raise MetaError(
                 f"{self.description} returned {fill(structure, [str(t) for t in got])!r}; its metadata, with which the "
                 f"program was compiled, is {expected!r}. If the result depends on the values of tensors "
-                "(data-dependent), leave the call outside the compiled program; otherwise correct its meta function."
+                "(data-dependent), leave the call outside the compiled program; otherwise correct "
+                f"{self.meta}."
             )
         if sorted(result.changed) != self.expected.changed:
             raise MetaError(
@@ -770,6 +773,7 @@ def _probe_gradients(operator: OpaqueCall, result: EagerResult, tensors: list[to
 def _from_meta_function(
     invocation: Invocation, operator: OpaqueCall, slots: list[Proxy], provider: Callable[..., Any]
 ) -> Expected:
+    operator.meta = invocation.rule.described("meta function")
     with FakeTensorMode(allow_non_fake_inputs=True):
         args, kwargs = fill(operator.arguments, [_example(p, None) for p in slots])
         kwargs.pop(OUTSIDE, None)
@@ -778,12 +782,12 @@ def _from_meta_function(
             output = provider(*leading, *args, **kwargs)
         except Exception as error:
             raise MetaError(
-                f"the meta function of the rule {invocation.rule.name} raised {type(error).__name__}: {error} for "
+                f"{invocation.rule.described('meta function')} raised {type(error).__name__}: {error} for "
                 f"{invocation.call}; it must return the outputs' metadata for these arguments"
             ) from error
         marked: set[int] = set()
-        if isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], Residuals):
-            output, residuals = output
+        output, residuals = output_and_residuals(invocation.rule, output, "meta function")
+        if residuals is not None:
             marked = {id(t) for t in residuals._marks.non_differentiable}
         tensors, structure = split_tensors(output)
     needed = operator.grad_mode and any(operator.needs)

@@ -142,8 +142,7 @@ class Uses(TorchFunctionMode):
                 f"{self._rule.described('forward provider')} for {self._call} runs as one opaque operator, which gives "
                 f"gradients to its arguments and to parameters of modules among them, and it uses another tensor that "
                 f"requires grad ({type(value).__name__} of shape {list(value.shape)}): its gradient would be lost. "
-                "Pass the tensor as an argument, or detach it; a parameter of a module, or a global of the program, gets "
-                "its gradient by name where the call can be traced."
+                "Pass the tensor as an argument, or detach it; a parameter of a module, or a global of the program, "
+                "gets its gradient by name where the call can be traced."
             )
         self.names[names[0]] = None
-

@@ -38,6 +38,7 @@ from hookkit.engine.values import (
 from hookkit.errors import GradientError, UntraceableError
 from hookkit.modes import ModeInForce
 from hookkit.residuals import Residuals
+from hookkit.returned import check_takes, output_and_residuals
 from hookkit.rule import Rule
 
 __all__ = ["Invocation", "bind_call", "trace_call"]
@@ -194,16 +195,11 @@ def bind_call(invocation: Invocation, composite: Composite, returned: Any) -> An
 
 def _split(invocation: Invocation, wrapped: Any) -> tuple[Any, Any]:
     """The plain output, and the wrapped residuals or None."""
-    value = unwrap(wrapped)
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Residuals):
-        wrapped.track_items()
-        return value[0], wrapped.item_wrappers[1]
-    if isinstance(value, Residuals):
-        raise GradientError(
-            f"the forward provider of the rule {invocation.rule.name} returned residuals without an output; "
-            "return output, hookkit.save(...)"
-        )
-    return value, None
+    output, residuals = output_and_residuals(invocation.rule, unwrap(wrapped))
+    if residuals is None:
+        return output, None
+    wrapped.track_items()
+    return output, wrapped.item_wrappers[1]
 
 
 def _without_backward(invocation: Invocation, output: Any, forward: Attempt) -> tuple[Composite, Any]:
@@ -393,6 +389,7 @@ def _run_backward(
     """The backward's operations, and the gradient of each input by the input's name."""
     trace = get_jit_ctx().computation_trace
     rule = invocation.rule
+    check_takes(rule, len(arguments))
     origin = ProvenanceRecord(PseudoInst.NEW, inputs=[wrap_const(Residuals).provenance])
     if wrapped_residuals is None:
         wrapped_residuals = wrap(Residuals({}), provenance=origin)
@@ -472,6 +469,11 @@ def _fit(invocation: Invocation, label: str, tensor: TensorProxy, gradient: Any)
         lead = len(got) - len(expected)
         dims = [*range(lead), *(i + lead for i, n in enumerate(expected) if n == 1 and got[i + lead] != 1)]
         gradient = ltorch.reshape(ltorch.sum(gradient, dims), expected)
+    if not (dtypes.is_inexact_dtype(gradient.dtype) or invocation.rule.ships):
+        raise GradientError(
+            f"{where} returned a gradient of {label} with dtype {dtypes.to_torch_dtype(gradient.dtype)}; expected "
+            f"{dtypes.to_torch_dtype(tensor.dtype)}, as {label} has"
+        )
     if gradient.dtype != tensor.dtype:
         if dtypes.is_complex_dtype(gradient.dtype) and not dtypes.is_complex_dtype(tensor.dtype):
             raise GradientError(
