@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         TargetWarning,
         UntraceableError,
     )
+    from hookkit.forms import forms
     from hookkit.modes import mode
     from hookkit.registry import rules
     from hookkit.reporting import explain, report
@@ -62,6 +63,7 @@ __all__ = [
     "disable",
     "enable",
     "explain",
+    "forms",
     "is_enabled",
     "mark",
     "mode",
@@ -93,6 +95,7 @@ _MODULES = {
         "TargetWarning",
         "UntraceableError",
     ),
+    "forms": ("forms",),
     "modes": ("mode",),
     "registry": ("rules",),
     "reporting": ("explain", "report"),

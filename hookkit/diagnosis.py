@@ -40,6 +40,9 @@ def why_not_taken(rule: Rule, program: Callable[..., Any], args: Sequence[Any]) 
     for target in rule.targets:
         if isinstance(target, NameTarget) and target.state != "resolved":
             return f"its target {target} stands for nothing yet: {target.state}"
+    missed = [str(form) for form in acquired.missed if form.rule is rule]
+    if missed:
+        return missed[0]
     stopped = f"; tracing stopped with {type(acquired.error).__name__}: {acquired.error}" if acquired.error else ""
     taken = ", ".join(f"{r.name}() by {r.rule.name}" for r in records if r.rule is not None)
     return f"no call was given to the rule{f' (taken were {taken})' if taken else ''}{stopped}"

@@ -35,8 +35,8 @@ def output_and_residuals(
         if kind == "forward provider" and rule.backward_provider is None and residuals._names:
             raise GradientError(
                 f"{who} keeps {', '.join(residuals._names)} by hookkit.save(...), and the rule has no backward "
-                "provider that would read it: declare one, @rule.backward, or return the output alone, whose operations "
-                "thunder then differentiates"
+                "provider that would read it: declare one, @rule.backward, or return the output alone, and "
+                "thunder differentiates it"
             )
         return output, residuals
     if isinstance(returned, Residuals):

@@ -15,10 +15,11 @@ import torch
 from hookkit.declare import rule
 from hookkit.diagnosis import Providers, argument_names, factor_between, numeric_gradient, why_not_taken
 from hookkit.errors import HookError
+from hookkit.forms import other_forms
 from hookkit.registry import rules
 from hookkit.rule import Rule
 from hookkit.scopes import use
-from hookkit.targets import CallableTarget, FunctionTarget, NameTarget
+from hookkit.targets import CallableTarget, FunctionTarget, NameTarget, describe_callable
 
 __all__ = ["CHECKS", "Check", "CheckResult", "assert_same", "check_rule", "run_check"]
 
@@ -293,6 +294,17 @@ def _taken(case: _Case) -> str | None:
     return why_not_taken(case.rule, case.program, list(_fresh(case.args)))
 
 
+def _forms(case: _Case) -> str | None:
+    """Whether the rule matches its target in every form in which programs write it."""
+    targets = [t.callable for t in (case.rule.targets if case.rule else ()) if isinstance(t, CallableTarget)]
+    others = {describe_callable(f) for t in targets for f in other_forms(t) if f not in targets}
+    if others:
+        raise _DoesNotApply(f"not matched: {', '.join(sorted(others))}; hookkit.forms(...) is a target for all")
+    if not any(map(other_forms, targets)):
+        raise _DoesNotApply("the target has no other form")
+    return None
+
+
 def _numbers(case: _Case) -> str | None:
     """Whether a number that the call is given has an effect: one that is baked in has none."""
     places = list(_numbers_in(case.args))
@@ -462,6 +474,7 @@ CHECKS: dict[str, Callable[[_Case], str | None]] = {
     "output and gradients": lambda case: case.compare(case.args),
     "other values": lambda case: case.compare(_with_other_values(case.args, 1)),
     "other numbers": _numbers,
+    "other forms of the target": _forms,
     "finite differences": _gradcheck,
     "every choice of inputs that need a gradient": _every_mask,
     "each output alone": _each_output_alone,

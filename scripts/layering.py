@@ -30,6 +30,7 @@ ORDER = [
     ["rule.py"],
     ["signatures.py"],
     ["registry.py"],
+    ["forms.py"],
     ["targets.py", "modes.py"],
     ["declared.py"],
     ["call.py"],

@@ -58,6 +58,8 @@ def lookaside_for(
         unsupported: why thunder cannot do the call itself, if that is known.
     """
     function = unwrap(owner) if owner is not None else None
+    if records.all_candidates_wanted():
+        records.note_form(callee, user_source)
     if not registry.matching(callee, function):
         return None
     trace = get_jit_ctx().computation_trace
