@@ -17,7 +17,8 @@ from hookkit import autoload
 if TYPE_CHECKING:
     from hookkit import testing
     from hookkit.autoload import disable, enable, is_enabled
-    from hookkit.call import Call
+    from hookkit.call import Call, Source
+    from hookkit.declare import Declaration, rule
     from hookkit.errors import (
         ConflictError,
         GradientError,
@@ -27,14 +28,17 @@ if TYPE_CHECKING:
         OpaqueFallbackWarning,
         PluginWarning,
         RegistrationError,
+        RegistrationWarning,
         TargetWarning,
         UntraceableError,
     )
+    from hookkit.forms import forms
     from hookkit.modes import mode
     from hookkit.registry import rules
     from hookkit.reporting import explain, report
     from hookkit.residuals import mark, recompute, save
-    from hookkit.rule import Rule, rule, use
+    from hookkit.rule import Rule
+    from hookkit.scopes import use
     from hookkit.targets import decline, where
 
 __version__ = "0.1.0"
@@ -42,6 +46,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Call",
     "ConflictError",
+    "Declaration",
     "GradientError",
     "HookError",
     "MetaError",
@@ -49,13 +54,16 @@ __all__ = [
     "OpaqueFallbackWarning",
     "PluginWarning",
     "RegistrationError",
+    "RegistrationWarning",
     "Rule",
+    "Source",
     "TargetWarning",
     "UntraceableError",
     "decline",
     "disable",
     "enable",
     "explain",
+    "forms",
     "is_enabled",
     "mark",
     "mode",
@@ -72,7 +80,8 @@ __all__ = [
 # Where each public name comes from.
 _MODULES = {
     "autoload": ("disable", "enable", "is_enabled"),
-    "call": ("Call",),
+    "call": ("Call", "Source"),
+    "declare": ("Declaration", "rule"),
     "errors": (
         "ConflictError",
         "GradientError",
@@ -82,14 +91,17 @@ _MODULES = {
         "OpaqueFallbackWarning",
         "PluginWarning",
         "RegistrationError",
+        "RegistrationWarning",
         "TargetWarning",
         "UntraceableError",
     ),
+    "forms": ("forms",),
     "modes": ("mode",),
     "registry": ("rules",),
     "reporting": ("explain", "report"),
     "residuals": ("mark", "recompute", "save"),
-    "rule": ("Rule", "rule", "use"),
+    "rule": ("Rule",),
+    "scopes": ("use",),
     "targets": ("decline", "where"),
 }
 _MODULE_OF = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names}
@@ -118,7 +130,7 @@ class _Package(ModuleType):
             super().__setattr__(name, value)
 
     def __dir__(self) -> list[str]:
-        return sorted({*vars(self), *__all__})
+        return sorted(__all__)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # cloudpickle knows modules by their exact class only.

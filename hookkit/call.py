@@ -13,6 +13,7 @@ from hookkit.operators import Operator, operator_of
 __all__ = ["Call", "Source"]
 
 Details = Callable[["Call"], tuple[tuple[Any, ...], dict[str, Any], tuple[bool, ...], "Source | None"]]
+Show = Callable[[Any], Any]
 
 
 @attrs.frozen
@@ -36,7 +37,9 @@ class Call:
     Attributes:
         callable: what the program called.
         function: the ``torch.autograd.Function`` subclass whose ``apply`` was called, or None.
-        args: the positional arguments, tensors as thunder's proxies.
+        args: the positional arguments. In a condition, a predicate and a meta function a tensor has the metadata of
+            torch's (shape, dtype, device, requires_grad) and no values; in a forward or backward provider it is what
+            the provider's own arguments are.
         kwargs: the keyword arguments.
         needs: for each positional argument, whether it is a tensor that needs a gradient.
         source: where in the user's program the call stands, or None if that is not known.
@@ -51,13 +54,20 @@ class Call:
     needs: tuple[bool, ...] = ()
     source: Source | None = None
     unsupported: str | None = None
+    _show: Show | None = attrs.field(default=None, repr=False)
+    _seen: Call | None = attrs.field(init=False, default=None, repr=False)
     _details: Details | None = attrs.field(init=False, default=None, repr=False)
     _name: str | None = attrs.field(init=False, default=None, repr=False)
     _operators: list[Operator | None] = attrs.field(init=False, factory=list, repr=False)
 
     @classmethod
     def pending(
-        cls, callable_: Callable[..., Any], function: type[Any] | None, details: Details, unsupported: str | None
+        cls,
+        callable_: Callable[..., Any],
+        function: type[Any] | None,
+        details: Details,
+        unsupported: str | None,
+        show: Show | None = None,
     ) -> Call:
         """A call of which args, kwargs, needs and source are found when one of them is first asked for.
 
@@ -67,7 +77,25 @@ class Call:
         call = cls.__new__(cls)
         call.callable, call.function, call._details, call._name = callable_, function, details, None
         call.unsupported, call._operators = unsupported, []
+        call._show, call._seen = show, None
         return call
+
+    @property
+    def seen(self) -> Call:
+        """The call as conditions, predicates and meta functions get it: tensors with torch's metadata and no values."""
+        if self._show is None:
+            return self
+        if self._seen is None:
+            self._seen = Call.pending(self.callable, self.function, self._seen_details, self.unsupported)
+            self._seen._operators = self._operators
+        return self._seen
+
+    def _seen_details(self, _: Call) -> tuple[tuple[Any, ...], dict[str, Any], tuple[bool, ...], Source | None]:
+        return self.shown(self.args), self.shown(self.kwargs), self.needs, self.source
+
+    def shown(self, arguments: Any) -> Any:
+        """Arguments of the call as conditions get them."""
+        return arguments if self._show is None else self._show(arguments)
 
     def __getattr__(self, name: str) -> Any:
         # Reached only for a field that `pending` left unset.

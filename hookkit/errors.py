@@ -6,6 +6,9 @@ backward raises are not here: they reach the user as they are.
 
 from __future__ import annotations
 
+import warnings
+from typing import Any
+
 __all__ = [
     "ConflictError",
     "GradientError",
@@ -15,8 +18,10 @@ __all__ = [
     "OpaqueFallbackWarning",
     "PluginWarning",
     "RegistrationError",
+    "RegistrationWarning",
     "TargetWarning",
     "UntraceableError",
+    "warn_at",
 ]
 
 
@@ -63,9 +68,28 @@ class TargetWarning(UserWarning):
     """A lazy target's module is imported and has no such name; given once, with the nearest names."""
 
 
+class RegistrationWarning(UserWarning):
+    """A rule was declared and never finished, so that it registers nothing: no forward provider was decorated."""
+
+
 class PluginWarning(UserWarning):
     """Something is left out, and the rest is not touched.
 
     A package's entry point for hookkit that failed, or a part of hookkit that does not fit the installed torch or
     thunder.
     """
+
+
+_warned: dict[Any, int] = {}
+
+
+def warn_at(place: Any, message: str, category: type[Warning]) -> None:
+    """Warn of a place in the user's program, or in a rule's module.
+
+    Args:
+        place: a ``Source``, or None where it is not known.
+        message: the warning.
+        category: its class.
+    """
+    file, line = (place.file, place.line) if place is not None else ("<unknown>", 1)
+    warnings.warn_explicit(message, category, file, line, registry=_warned)

@@ -1,16 +1,21 @@
 """A plugin for pytest: one test for each check of :mod:`hookkit.testing`.
 
-Named in a ``conftest.py``, as ``pytest_plugins = ["hookkit.pytest_plugin"]``, and not loaded by itself, so that other
-tests do not wait for PyTorch.
+pytest loads it by itself, from the entry point ``pytest11``. It imports nothing of PyTorch before it meets the marker,
+so that other tests do not wait for that.
 """
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 import pytest
 
-from hookkit.testing import CHECKS, run_check
-
 CHECK = "hookkit_check"
+
+
+def _testing() -> Any:
+    return importlib.import_module("hookkit.testing")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -25,7 +30,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Make a test for each check of a function with the marker."""
     if metafunc.definition.get_closest_marker("check_rule"):
         metafunc.fixturenames.append(CHECK)
-        metafunc.parametrize(CHECK, list(CHECKS))
+        metafunc.parametrize(CHECK, list(_testing().CHECKS))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -34,7 +39,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> None:
     marker = pyfuncitem.get_closest_marker("check_rule")
     if marker is None:
         return
-    check = run_check(str(pyfuncitem.callspec.params[CHECK]), *marker.args, **marker.kwargs)
+    check = _testing().run_check(str(pyfuncitem.callspec.params[CHECK]), *marker.args, **marker.kwargs)
     if check.passed is None:
         pytest.skip(check.detail)
     if not check.passed:

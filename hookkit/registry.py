@@ -7,6 +7,7 @@ kept in a context variable, so that threads and asyncio tasks do not see each ot
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import importlib
 import importlib.metadata
 import itertools
@@ -16,6 +17,7 @@ import sys
 import threading
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -33,10 +35,12 @@ from hookkit.targets import (
     NameTarget,
     PredicateTarget,
     is_lambda,
+    make_target,
     place_of,
 )
 
 if TYPE_CHECKING:
+    from hookkit.declare import Declaration
     from hookkit.rule import Rule
 
 __all__ = ["Candidate", "Registry", "entry_points", "registry", "rules"]
@@ -174,6 +178,7 @@ class Registry:
         self._lambdas: dict[Source, tuple[Rule, object]] = {}
         self._loading = False
         self._loaded = False
+        self.unfinished: weakref.WeakSet[Declaration] = weakref.WeakSet()
 
     @property
     def rules(self) -> tuple[Rule, ...]:
@@ -181,7 +186,7 @@ class Registry:
         return self._rules
 
     def add(self, rule: Rule) -> None:
-        """Register a rule.
+        """Register a rule; one that is the same declaration, run again, is replaced.
 
         Raises:
             ConflictError: if a registered rule has the same target and priority.
@@ -191,6 +196,9 @@ class Registry:
             if any(name.resolve() is not None for name in self._unresolved):
                 self._claims = {claim: r for r in self._rules for claim in _claims_of(r)}
                 self._unresolved = [name for name in self._unresolved if name.resolve() is None]
+            for earlier in self._rules:
+                if earlier.is_declared_again_by(rule):
+                    self.remove(earlier)
             for claim in _claims_of(rule):
                 if claim in self._claims:
                     raise _conflict(self._claims[claim], rule)
@@ -211,7 +219,7 @@ class Registry:
             if rule not in self._rules:
                 raise RegistrationError(
                     f"the rule {rule.name}, declared at {rule.declared_at}, is not registered: it was unregistered "
-                    "before, or declared with register=False"
+                    "or declared again before, or declared with register=False"
                 )
             self._rules = tuple(r for r in self._rules if r is not rule)
             self._claims = {claim: r for claim, r in self._claims.items() if r is not rule}
@@ -301,6 +309,9 @@ class Registry:
             for rule in self._rules:
                 if rule not in before:
                     self.remove(rule)
+            for rule in before:
+                if rule not in self._rules:  # the same declaration, which was run again
+                    self.add(rule)
             distribution = point.dist.name if point.dist is not None else "unknown"
             warnings.warn(
                 f"the rules of the distribution {distribution} are not registered: its entry point {point.name!r} "
@@ -325,6 +336,9 @@ class Registry:
     def fingerprint(self) -> str:
         """A string that differs between contexts in which different rules, or modes, are in force."""
         self.load()
+        for declaration in list(self.unfinished):
+            self.unfinished.discard(declaration)
+            declaration.warn()
         return f"{self.current().fingerprint};{modes.fingerprint()}"
 
     def matching(self, callable_: Callable[..., Any], function: type[Any] | None) -> bool:
@@ -445,8 +459,12 @@ def _normalised(name: str) -> str:
 registry = Registry()
 
 
-def rules() -> list[Rule]:
+def rules(wanted: str | Callable[..., Any] | None = None) -> list[Rule[..., Any]]:
     """The rules in force here: name, target, priority and where each was declared.
+
+    Args:
+        wanted: only some rules: those of a name, in which ``*`` stands for anything, or else those of which a target
+            has that name; or those for a target, such as ``torch.sigmoid``.
 
     Returns:
         The rules, in the order of their registration, those of open scopes last; each prints as one line.
@@ -457,4 +475,11 @@ def rules() -> list[Rule]:
         True
     """
     registry.load()
-    return list(registry.current().rules)
+    found = list(registry.current().rules)
+    if wanted is None:
+        return found
+    if isinstance(wanted, str) and ":" not in wanted:
+        named = [rule for rule in found if fnmatch.fnmatchcase(rule.name, wanted)]
+        return named or [r for r in found if any(fnmatch.fnmatchcase(t.name, wanted) for t in r.targets)]
+    key = make_target(wanted).key
+    return [rule for rule in found if any(target.key == key for target in rule.targets)]

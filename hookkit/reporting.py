@@ -68,17 +68,20 @@ class Explanation:
         calls: the calls that at least one rule was asked about and could take, in the order of the program.
         unresolved: the lazy names among the rules' targets that stand for nothing, by rule, and why.
         error: what tracing raised after the last of the calls, or None.
+        missed: calls of an operation in a form that no rule matches, although one is for another form of it.
     """
 
     calls: tuple[ExplainedCall, ...]
     unresolved: dict[str, str]
     error: str | None = None
+    missed: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         taken = sum(call.rule is not None for call in self.calls)
         lines = [f"{_count(taken, 'call')} would be taken by rules"]
         lines += [str(call) for call in self.calls]
         lines += [f"no target yet for {rule}: {why}" for rule, why in self.unresolved.items()]
+        lines += [f"not taken: {missed}" for missed in self.missed]
         if self.error is not None:
             lines.append(f"tracing stopped here: {self.error}")
         return "\n".join(lines)
@@ -99,6 +102,7 @@ class Explanation:
             for call in self.calls
         ]
         notes = [f"no target yet for {rule}: {why}" for rule, why in self.unresolved.items()]
+        notes += [f"not taken: {missed}" for missed in self.missed]
         if self.error is not None:
             notes.append(f"tracing stopped here: {self.error}")
         return _html_table(("call", "where", "rule", "how", "why", "others"), rows, notes)
@@ -109,6 +113,7 @@ class Explanation:
             "calls": [_plain(call) for call in self.calls],
             "unresolved": dict(self.unresolved),
             "error": self.error,
+            "missed": list(self.missed),
         }
 
 
@@ -157,6 +162,7 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
             if isinstance(target, NameTarget) and target.state != "resolved"
         },
         error=f"{type(error).__name__}: {error}" if error is not None else None,
+        missed=tuple(f"{missed} (rule {missed.rule.name})" for missed in acquired.missed),
     )
 
 

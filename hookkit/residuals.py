@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import attrs
 from torch.utils.checkpoint import checkpoint
@@ -48,8 +48,19 @@ class Residuals:
         self.__dict__.update(values)
         self.__dict__["_marks"] = Marks()
 
+    @property
+    def _names(self) -> list[str]:
+        """The names under which something is kept."""
+        return [name for name in self.__dict__ if name != "needs" and not name.startswith("_")]
+
+    def __iter__(self) -> NoReturn:
+        raise HookError(
+            "residuals are read by name, and not unpacked: hookkit.save(x=x) is saved.x in the backward provider"
+            f"; kept is {', '.join(self._names) or 'nothing'}"
+        )
+
     def __getattr__(self, name: str) -> Any:
-        kept = ", ".join(k for k in self.__dict__ if k != "needs" and not k.startswith("_"))
+        kept = ", ".join(self._names)
         raise AttributeError(f"no residual is called {name!r}; hookkit.save(...) was given {kept or 'none'}")
 
     def __repr__(self) -> str:

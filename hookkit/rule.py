@@ -1,47 +1,48 @@
-"""Rule: what is matched, and which providers stand for it; the decorator that declares one, and scopes of rules."""
+"""Rule: what is matched, and which providers stand for it. What declares one is in ``hookkit.declare``."""
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import inspect
 import itertools
-import sys
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal, TypeVar, overload
+from collections.abc import Callable
+from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 import attrs
 
 from hookkit.call import Call, Source
+from hookkit.declared import Origin, is_same_function
 from hookkit.errors import HookError, RegistrationError
-from hookkit.modes import Mode, RuleMode, check_mode
-from hookkit.modes import scope as mode_scope
+from hookkit.modes import RuleMode
 from hookkit.registry import registry
-from hookkit.signatures import POSITIONAL, Difference, difference, misfit
+from hookkit.signatures import POSITIONAL, Difference, count_misfit, difference, misfit, torch_signature
 from hookkit.targets import (
+    CallableTarget,
     NameTarget,
     Target,
     decline,
     describe_callable,
     is_lambda,
-    make_target,
     place_of,
     signature_of,
 )
 
-__all__ = ["Rule", "rule", "use"]
+__all__ = ["Rule", "Track", "default_name"]
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Provider = TypeVar("Provider", bound=Callable[..., Any])
 Track = Literal["tree", "positional"]
 
 _serials = itertools.count(1)
 
 
-@attrs.define(eq=False)
-class Rule:
+@attrs.define(eq=False, repr=False, slots=False)
+class Rule(Generic[P, R]):
     """A declared rule; made by :func:`rule`.
 
-    Calling it calls its forward provider, so that the decorated name stays a function. A rule that has none yet is a
-    decorator for it.
+    Calling it calls its forward provider, so that the decorated name stays a function, with its name, docstring and
+    signature. A rule that has none yet is a decorator for it.
 
     Attributes:
         name: the name in traces, reports and messages.
@@ -54,7 +55,7 @@ class Rule:
 
     name: str
     targets: tuple[Target, ...]
-    forward: Callable[..., Any] | None
+    forward: Callable[P, R] | None
     mode: RuleMode
     priority: int
     declared_at: Source
@@ -67,9 +68,14 @@ class Rule:
     _meta: Callable[..., Any] | None = None
     _when: Callable[..., Any] | None = None
     _ships: bool = False
+    _origin: Origin | None = None
     _differences: dict[Target, Difference] = attrs.field(factory=dict)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __attrs_post_init__(self) -> None:
+        if self.forward is not None:
+            functools.update_wrapper(self, self.forward)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the forward provider; or, where there is none and nothing else is declared, take one and return self."""
         if self.forward is not None:
             return self.forward(*args, **kwargs)
@@ -80,13 +86,14 @@ class Rule:
                 "runs itself. Decorate one before anything else of the rule is declared."
             )
         self._take_forward(args[0])
-        return self
+        return self  # type: ignore[return-value]
 
-    def _take_forward(self, provider: Callable[..., Any]) -> None:
+    def _take_forward(self, provider: Any) -> None:
         self._check_fits("forward provider", provider)
         self.forward = provider
+        functools.update_wrapper(self, provider)
         if not self._is_named:
-            self.name = _default_name(provider, self.targets)
+            self.name = default_name(provider, self.targets)
         self.declared_at = place_of(provider) or self.declared_at
         self._renew()
 
@@ -98,6 +105,40 @@ class Rule:
     def __str__(self) -> str:
         targets = ", ".join(map(str, self.targets))
         return f"{self.name}: {targets} (mode {self.mode}, priority {self.priority}, declared at {self.declared_at})"
+
+    def __repr__(self) -> str:
+        return f"<hookkit.Rule {self}>"
+
+    @property
+    def ships(self) -> bool:
+        """Whether the rule is hookkit's own."""
+        return self._ships
+
+    def described(self, kind: str) -> str:
+        """A provider in words, with the place where it is declared.
+
+        Args:
+            kind: ``"forward provider"``, ``"backward provider"`` or ``"meta function"``.
+        """
+        providers = {"forward provider": self.forward, "backward provider": self._backward, "meta function": self._meta}
+        place = place_of(providers[kind]) or self.declared_at
+        return f"the {kind} of the rule {self.name} ({place})"
+
+    def is_declared_again_by(self, other: Rule[..., Any]) -> bool:
+        """Whether another rule is this one, declared a second time.
+
+        By the same statement that closes over the same; or by one of the same name in code that was compiled again: a
+        module that is reloaded, a cell of a notebook that is run again.
+        """
+        mine, its = self._origin, other._origin
+        if mine is None or its is None or (self.priority, self.name) != (other.priority, other.name):
+            return False
+        if list(map(str, self.targets)) != list(map(str, other.targets)):
+            return False
+        if mine.is_repeated(its):
+            keys = [t.key for t in self.targets] == [t.key for t in other.targets]
+            return keys and is_same_function(self.forward, other.forward)
+        return mine.is_run_again(its)
 
     def backward(self, provider: Provider) -> Provider:
         """Declare the backward provider.
@@ -129,6 +170,14 @@ class Rule:
             positional = [p for p in signature.parameters.values() if p.kind in POSITIONAL]
             variadic = any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values())
             least = 2 + self.pass_call
+            required = [
+                p.name for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY and p.default is p.empty
+            ]
+            if required:
+                raise RegistrationError(
+                    f"the backward provider of the rule {self.name} is declared as {_show(provider)}; nothing gives "
+                    f"it {required[0]!r}: what it needs is kept by hookkit.save({required[0]}=...)"
+                )
             if len(positional) < least and not variadic:
                 raise RegistrationError(
                     f"the backward provider of the rule {self.name} is declared as {_show(provider)}; it takes "
@@ -163,8 +212,9 @@ class Rule:
         """Declare a condition.
 
         Args:
-            provider: takes the target's arguments, tensors as thunder's proxies (shape, dtype, device, ndim can be
-                asked), and returns true, false, or ``hookkit.decline(reason)``.
+            provider: takes the target's arguments, and returns true, false, or ``hookkit.decline(reason)``. Tensors
+                have torch's metadata (``x.dtype is torch.float64``, ``x.device``, ``x.requires_grad``,
+                ``isinstance(x, torch.Tensor)``) and no values: what would read them is refused.
 
         Returns:
             The provider.
@@ -197,7 +247,8 @@ class Rule:
         args, kwargs = self.known_arguments(call, call.args, call.kwargs)
         if self._when is None:
             return True
-        args = (call, *args) if self.pass_call else args
+        args, kwargs = call.shown(args), call.shown(kwargs)
+        args = (call.seen, *args) if self.pass_call else args
         try:
             return self._when(*args, **kwargs)
         except Exception as error:
@@ -263,7 +314,7 @@ class Rule:
         """Whether the name was given, and is not the provider's or the target's."""
         return self._is_named
 
-    def as_opaque(self) -> Rule:
+    def as_opaque(self) -> Rule[..., Any]:
         """A rule like this one, not registered, whose calls are opaque at once."""
         return attrs.evolve(self, mode="opaque", serial=next(_serials))
 
@@ -314,6 +365,9 @@ class Rule:
     def _check_fits(self, kind: str, provider: Callable[..., Any]) -> None:
         for target in self.targets:
             wanted, given = target.signature(), signature_of(provider)
+            loose = wanted is None and not self._ships and isinstance(target, CallableTarget)
+            if loose:
+                wanted = torch_signature(target.callable)
             if wanted is None or given is None:
                 continue
             if self.pass_call:
@@ -321,7 +375,7 @@ class Rule:
             if self._ships:
                 self._note_difference(target, wanted, given, provider)
                 continue
-            obstacle = misfit(wanted, given)
+            obstacle = count_misfit(wanted, given) if loose else misfit(wanted, given)
             if obstacle:
                 raise RegistrationError(
                     f"the {kind} of the rule {self.name} cannot take the arguments of its target: {obstacle}\n"
@@ -330,186 +384,10 @@ class Rule:
                 )
 
 
-@overload
-def rule(
-    target: Any,
-    *,
-    mode: Literal["opaque"],
-    priority: int = ...,
-    name: str | None = ...,
-    pass_call: bool = ...,
-    track: Track = ...,
-    subclasses: bool = ...,
-    opaque_callee: bool = ...,
-    register: bool = ...,
-) -> Rule: ...
-
-
-@overload
-def rule(
-    target: Any,
-    *,
-    mode: Literal["auto", "trace", "inline"] = ...,
-    priority: int = ...,
-    name: str | None = ...,
-    pass_call: bool = ...,
-    track: Track = ...,
-    subclasses: bool = ...,
-    opaque_callee: bool = ...,
-    register: bool = ...,
-) -> Callable[[Callable[..., Any]], Rule]: ...
-
-
-def rule(
-    target: Any,
-    *,
-    mode: RuleMode = "auto",
-    priority: int = 0,
-    name: str | None = None,
-    pass_call: bool = False,
-    track: Track = "tree",
-    subclasses: bool = True,
-    opaque_callee: bool = False,
-    register: bool = True,
-) -> Rule | Callable[[Callable[..., Any]], Rule]:
-    """Declare a rule: which calls it takes over, and what stands for them.
-
-    Used as a decorator on the forward provider. The provider has the target's own signature, takes plain tensors
-    and returns what the target returns, with ``hookkit.save(...)`` beside it if there is a backward provider. A rule
-    without one leaves the gradient to thunder, which differentiates the traced forward provider.
-
-    With ``mode="opaque"`` the call is also a statement of its own: ``r = hookkit.rule(target, mode="opaque")``
-    registers a rule at once. Where nothing is decorated with it the callee itself is run by PyTorch, which also gives
-    its gradients; ``@r.meta`` and ``@r.when`` can be declared.
-
-    Args:
-        target: a callable; a subclass of ``torch.autograd.Function`` (its subclasses included); a
-            :func:`hookkit.where` predicate; a name ``"package.module:name"``, which imports nothing; or a list of
-            these.
-        mode: ``"auto"`` traces the forward provider and falls back to one opaque operator; ``"trace"`` makes the
-            fallback an error; ``"opaque"`` makes it an operator at once; ``"inline"`` has no operator: the program goes
-            on in the forward provider, as if that had been called, and thunder differentiates what it does.
-        priority: among the rules that match, the one with the highest priority wins.
-        name: the name in traces and messages; by default the provider's.
-        pass_call: whether the providers get the :class:`hookkit.Call` as their first argument.
-        track: which tensors are differentiated: ``"tree"``, all in the arguments and outputs, however nested;
-            ``"positional"``, as ``torch.autograd.Function`` does, those given or returned directly.
-        subclasses: whether a target that is a Function stands for its subclasses, too.
-        opaque_callee: whether the opaque form of a call runs the callee itself under PyTorch's autograd, instead of
-            the providers.
-        register: False to have the rule only in ``with hookkit.use(rule)``.
-
-    Returns:
-        The decorator, which returns the :class:`Rule`; with ``mode="opaque"`` the rule, which is also the decorator.
-
-    Raises:
-        RegistrationError: if the target is no target, or the provider's signature cannot take its arguments.
-        ConflictError: if another rule has the same target and priority; both places are quoted.
-
-    Example:
-        >>> import hookkit, torch
-        >>> def swish(x):
-        ...     return x * torch.sigmoid(x)
-        >>> @hookkit.rule(swish)
-        ... def swish_rule(x):
-        ...     s = torch.sigmoid(x)
-        ...     return x * s, hookkit.save(x=x, s=s)
-        >>> @swish_rule.backward
-        ... def _(saved, grad):
-        ...     return {"x": grad * (saved.s + saved.x * saved.s * (1 - saved.s))}
-        >>> swish_rule.unregister()
-    """
-    check_mode(mode, "inline")
-    if track not in ("tree", "positional"):
-        raise RegistrationError(f'track={track!r}; expected "tree" or "positional"')
-    if not isinstance(priority, int):
-        raise RegistrationError(f"priority={priority!r}; expected an int")
-    given = list(target) if isinstance(target, list | tuple) else [target]
-    ships = str(sys._getframe(1).f_globals.get("__name__")).startswith("hookkit.rules.")
-    if not given and not ships:
-        raise RegistrationError("the list of targets is empty; give at least one")
-    targets = tuple(make_target(t, subclasses=subclasses) for t in given)
-    declared_at = _caller()
-
-    def declare(forward: Callable[..., Any] | None) -> Rule:
-        if isinstance(forward, Rule) or not (forward is None or callable(forward)):
-            raise RegistrationError(f"@hookkit.rule(...) decorates a function, got {forward!r}")
-        if forward is None and mode != "opaque":
-            raise RegistrationError(
-                f'a rule for {targets[0]} with mode="{mode}" needs a forward provider; only mode="opaque" can leave '
-                "the call to the callee"
-            )
-        made = Rule(
-            name=name or _default_name(forward, targets),
-            targets=targets,
-            forward=forward,
-            mode=mode,
-            priority=priority,
-            declared_at=place_of(forward) or declared_at,
-            pass_call=pass_call,
-            track=track,
-            opaque_callee=opaque_callee,
-            is_named=name is not None,
-            ships=ships,
-        )
-        if forward is not None:
-            made._check_fits("forward provider", forward)
-        if register and targets:  # what ships may stand for something that this torch lacks
-            registry.add(made)
-        return made
-
-    return declare(None) if mode == "opaque" else declare
-
-
-@contextlib.contextmanager
-def use(*added: Rule, without: Iterable[Rule] = (), mode: Mode | None = None) -> Iterator[None]:
-    """Put rules in force, or out of force, for the programs that are traced inside a ``with`` block.
-
-    Scopes nest, and belong to the thread or asyncio task that opened them. Rules are bound when a program is traced. A
-    program that was compiled under other rules than those in force is compiled anew, and found again when its rules
-    are back in force.
-
-    Args:
-        *added: rules that win over all others inside the block; they need not be registered.
-        without: rules that are out of force inside the block.
-        mode: the mode of all calls inside the block that neither their rule nor :func:`hookkit.mode` gives one:
-            ``"trace"`` makes a fallback to an opaque operator an error, ``"opaque"`` does not try to trace.
-
-    Raises:
-        RegistrationError: if something given is not a rule, or the mode is none.
-        ConflictError: if two rules of those added have the same target and priority.
-
-    Example:
-        >>> import hookkit, math
-        >>> @hookkit.rule(math.sqrt, register=False)
-        ... def root(x):
-        ...     return x**0.5
-        >>> with hookkit.use(root):
-        ...     root in hookkit.rules()
-        True
-        >>> root in hookkit.rules()
-        False
-    """
-    left_out = (without,) if isinstance(without, Rule) else tuple(without)
-    for given in (*added, *left_out):
-        if not isinstance(given, Rule):
-            raise RegistrationError(
-                f"hookkit.use(...) takes rules, got {given!r}; a rule is what hookkit.rule(...) returns"
-            )
-    with registry.scope(added, left_out), mode_scope(mode):
-        yield
-
-
-def _default_name(provider: Callable[..., Any] | None, targets: tuple[Target, ...]) -> str:
+def default_name(provider: Callable[..., Any] | None, targets: tuple[Target, ...]) -> str:
     """The forward provider's name, or the target's where that says nothing."""
     name = getattr(provider, "__name__", "_")
     return targets[0].name if targets and (name == "_" or is_lambda(provider)) else str(name)
-
-
-def _caller() -> Source:
-    """Where :func:`rule` was called."""
-    frame = sys._getframe(2)
-    return Source(frame.f_code.co_filename, frame.f_lineno)
 
 
 def _place(function: Any) -> str:

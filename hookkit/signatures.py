@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import attrs
+from torch.overrides import get_testing_overrides
 
 from hookkit.errors import HookError
 
-__all__ = ["POSITIONAL", "Difference", "difference", "misfit"]
+__all__ = ["POSITIONAL", "Difference", "count_misfit", "difference", "misfit", "torch_signature"]
 
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -132,6 +133,34 @@ def misfit(target: inspect.Signature, provider: inspect.Signature) -> str | None
         if parameter.default is not parameter.empty and not _may_stand_for(own, parameter.default):
             found = "it has no default" if own is parameter.empty else f"its default is {own!r}"
             return f"{found} for {parameter.name!r}; the target's is {parameter.default!r}"
+    return None
+
+
+def torch_signature(function: Any) -> inspect.Signature | None:
+    """The parameters of a function of torch, or method of its tensors, that is written in C; None if not known.
+
+    As torch states them for who overrides its functions: their number and order is right, the names may differ.
+    """
+    try:
+        known = get_testing_overrides().get(function)
+    except TypeError:  # it is not hashable
+        return None
+    return inspect.signature(known) if known is not None else None
+
+
+def count_misfit(target: inspect.Signature, provider: inspect.Signature) -> str | None:
+    """Why a provider takes too many or too few positional arguments for a target, whatever their names; or None."""
+    wanted = [p for p in target.parameters.values() if p.kind in POSITIONAL]
+    places = [p for p in provider.parameters.values() if p.kind in POSITIONAL]
+    variadic = inspect.Parameter.VAR_POSITIONAL
+    needed = sum(p.default is p.empty for p in wanted)
+    takes_rest = any(p.kind is variadic for p in provider.parameters.values())
+    gives_rest = any(p.kind is variadic for p in target.parameters.values())
+    if len(places) < needed and not takes_rest:
+        return f"it has no place for the positional argument {wanted[len(places)].name!r}"
+    required = [p for p in places if p.default is p.empty]
+    if len(required) > len(wanted) and not gives_rest:
+        return f"the target never gives {required[len(wanted)].name!r}"
     return None
 
 

@@ -201,7 +201,7 @@ class PredicateTarget:
             HookError: if the predicate raises; predicate and call are named.
         """
         try:
-            return self.predicate(call)
+            return self.predicate(call.seen)
         except Exception as error:
             raise HookError(
                 f"the predicate {describe_callable(self.predicate)} ({_declared(self.predicate)}) raised "

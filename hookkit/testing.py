@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -11,9 +12,14 @@ import attrs
 import thunder
 import torch
 
+from hookkit.declare import rule
+from hookkit.diagnosis import Providers, argument_names, factor_between, numeric_gradient, why_not_taken
 from hookkit.errors import HookError
-from hookkit.rule import Rule, rule, use
-from hookkit.targets import CallableTarget, FunctionTarget, NameTarget
+from hookkit.forms import other_forms
+from hookkit.registry import rules
+from hookkit.rule import Rule
+from hookkit.scopes import use
+from hookkit.targets import CallableTarget, FunctionTarget, NameTarget, describe_callable
 
 __all__ = ["CHECKS", "Check", "CheckResult", "assert_same", "check_rule", "run_check"]
 
@@ -35,10 +41,17 @@ class Check:
 
 @attrs.frozen
 class CheckResult:
-    """What :func:`check_rule` found; true if no check failed."""
+    """What :func:`check_rule` found; true if no check failed.
+
+    Attributes:
+        subject: what was checked.
+        checks: each check.
+        diagnosis: what is wrong, in one sentence or more; empty if no check failed.
+    """
 
     subject: str
     checks: tuple[Check, ...]
+    diagnosis: str = ""
 
     def __bool__(self) -> bool:
         return all(c.passed is not False for c in self.checks)
@@ -47,7 +60,8 @@ class CheckResult:
         words = {True: "ok", False: "FAILED", None: "-"}
         width = max(len(c.name) for c in self.checks)
         lines = [f"{c.name:<{width}}  {words[c.passed]:<6}  {c.detail}".rstrip() for c in self.checks]
-        return "\n".join([self.subject, *lines])
+        verdict = "ok" if self else f"FAILED: {self.diagnosis}"
+        return "\n".join([f"{self.subject}: {verdict}", *lines])
 
     def __repr__(self) -> str:
         return str(self)
@@ -58,8 +72,8 @@ class Observation:
     """What a program gives: its output, the gradients of its inputs, and its inputs afterwards."""
 
     output: Any
-    gradients: list[torch.Tensor | None]
-    inputs: list[Any]
+    gradients: dict[str, torch.Tensor | None]
+    inputs: dict[str, Any]
 
 
 Cotangent = Callable[[torch.Tensor], torch.Tensor]
@@ -107,8 +121,9 @@ def assert_same(
 def check_rule(subject: Any, *args: Any, **kwargs: Any) -> CheckResult:
     """Check a rule, or an autograd Function, on example arguments.
 
-    Every check can fail by itself; the result, a table, says what differs where. Where a rule stands for a function of
-    which PyTorch knows the gradient, the rule's gradient is compared with that.
+    Every check can fail by itself; the result says first what is wrong, and then, in a table, what differs where.
+    Where a rule stands for a function of which PyTorch knows the gradient, the rule's gradient is compared with that.
+    It fails, too, if the rule does not take the call: because it declines these arguments, or another one comes first.
 
     Args:
         subject: a :class:`hookkit.Rule` with a callable, Function or name as target, or a subclass of
@@ -137,7 +152,9 @@ def check_rule(subject: Any, *args: Any, **kwargs: Any) -> CheckResult:
     """
     case = _Case.of(subject, args, kwargs)
     name = subject.name if isinstance(subject, Rule) else subject.__name__
-    return CheckResult(f"check of {name}", tuple(map(case.run, CHECKS)))
+    checks = tuple(map(case.run, CHECKS))
+    failed = [c for c in checks if c.passed is False]
+    return CheckResult(f"check of {name}", checks, _diagnosis(case, failed) if failed else "")
 
 
 def run_check(name: str, subject: Any, *args: Any, **kwargs: Any) -> Check:
@@ -196,6 +213,7 @@ class _Case:
         callee: what it stands for.
         program: calls it; takes the arguments by position, those with keywords last.
         given: the arguments.
+        names: a name for each of them.
         args: those that are compared with eager PyTorch; none requires grad if eager gives no gradients.
     """
 
@@ -203,7 +221,9 @@ class _Case:
     callee: Callable[..., Any]
     program: Callable[..., Any]
     given: Sequence[Any]
+    names: Sequence[str]
     args: Sequence[Any]
+    keywords: Sequence[str]
 
     @classmethod
     def of(cls, subject: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> _Case:
@@ -212,11 +232,12 @@ class _Case:
         def program(*given: Any) -> Any:
             return callee(*given[:positional], **dict(zip(kwargs, given[positional:], strict=True)))
 
+        names = argument_names(_named_arguments(subject, callee), args, kwargs)
         args = [*args, *kwargs.values()]
         values = list(_fresh(args))
         eager_gives_gradients = any(t.requires_grad for t in _tensors(program(*values)))
         compared = args if eager_gives_gradients else list(_without_gradients(args))
-        return cls(subject, callee, program, args, compared)
+        return cls(subject, callee, program, args, names, compared, tuple(kwargs))
 
     @property
     def rule(self) -> Rule | None:
@@ -225,7 +246,8 @@ class _Case:
     def run(self, name: str) -> Check:
         """Make one of the ``CHECKS``; an exception is a failed check."""
         try:
-            with use(self.rule) if self.rule else contextlib.nullcontext():
+            # a rule that is registered has to take the call by its own standing
+            with use(self.rule) if self.rule and self.rule not in rules() else contextlib.nullcontext():
                 difference = CHECKS[name](self)
         except _DoesNotApply as reason:
             return Check(name, None, str(reason))
@@ -243,8 +265,100 @@ class _Case:
         return bool(inputs) and (has_backward or any(t.requires_grad for t in _tensors(self.program(*given))))
 
     def compare(self, args: Sequence[Any], cotangent: Cotangent | None = None, used: int | None = None) -> str | None:
-        expected = _observe(self.program, args, cotangent, used)
-        return _difference(expected, _observe(thunder.jit(self.program), args, cotangent, used))
+        return self.difference(self.program, thunder.jit(self.program), args, cotangent, used)
+
+    def difference(
+        self,
+        eager: Callable[..., Any],
+        compiled: Callable[..., Any],
+        args: Sequence[Any],
+        cotangent: Cotangent | None = None,
+        used: int | None = None,
+    ) -> str | None:
+        expected = _observe(eager, args, cotangent, used, names=self.names)
+        return _difference(expected, _observe(compiled, args, cotangent, used, names=self.names))
+
+
+def _named_arguments(subject: Any, callee: Callable[..., Any]) -> Any:
+    """What tells the names of the arguments: what is called, or else the forward provider."""
+    if isinstance(subject, Rule):
+        known = subject.targets[0].signature() is not None or subject.forward is None or subject.pass_call
+        return callee if known else subject.forward
+    return functools.partial(subject.forward, None)  # without ctx
+
+
+def _taken(case: _Case) -> str | None:
+    """Whether the rule is given the call."""
+    if case.rule is None:
+        raise _DoesNotApply("it is no rule")
+    return why_not_taken(case.rule, case.program, list(_fresh(case.args)))
+
+
+def _forms(case: _Case) -> str | None:
+    """Whether the rule matches its target in every form in which programs write it."""
+    targets = [t.callable for t in (case.rule.targets if case.rule else ()) if isinstance(t, CallableTarget)]
+    others = {describe_callable(f) for t in targets for f in other_forms(t) if f not in targets}
+    if others:
+        raise _DoesNotApply(f"not matched: {', '.join(sorted(others))}; hookkit.forms(...) is a target for all")
+    if not any(map(other_forms, targets)):
+        raise _DoesNotApply("the target has no other form")
+    return None
+
+
+def _numbers(case: _Case) -> str | None:
+    """Whether a number that the call is given has an effect: one that is baked in has none."""
+    places = list(_numbers_in(case.args))
+    if not places:
+        raise _DoesNotApply("needs a number among the arguments")
+    refused = []
+    jitted = thunder.jit(case.program)
+    jitted(*_fresh(case.args))
+    for place in places:
+        others = [list(_with_number(case.args, place, n)) for n in _other_numbers(_at(case.args, place))]
+        accepted = [o for o in others if _raised(functools.partial(case.program, *_fresh(o))) is None]
+        label = _label(case.names, place)
+        if not accepted:
+            refused.append(label)
+            continue
+        difference = case.difference(case.program, jitted, accepted[0])
+        if difference:
+            return f"for {label}={_at(accepted[0], place)!r} instead of {_at(case.args, place)!r}: {difference}"
+    if len(refused) == len(places):
+        raise _DoesNotApply(f"eager PyTorch takes no other number for {', '.join(refused)}")
+    return None
+
+
+def _numbers_in(tree: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        if isinstance(value, bool | int | float):
+            yield (*place, key)
+        elif isinstance(value, tuple | list | dict):
+            yield from _numbers_in(value, (*place, key))
+
+
+def _at(tree: Any, place: tuple[Any, ...]) -> Any:
+    return functools.reduce(lambda held, key: held[key], place, tree)
+
+
+def _with_number(tree: Any, place: tuple[Any, ...], number: Any) -> Any:
+    key, *rest = place
+    new = _with_number(tree[key], tuple(rest), number) if rest else number
+    if isinstance(tree, dict):
+        return {**tree, key: new}
+    items = [new if i == key else v for i, v in enumerate(tree)]
+    return tree._make(items) if hasattr(tree, "_make") else type(tree)(items)
+
+
+def _other_numbers(number: Any) -> list[Any]:
+    if isinstance(number, bool):
+        return [not number]
+    if isinstance(number, int):
+        return [number + 1, number - 1]
+    return [1.125 * number if number else 0.125, 0.875 * number]
+
+
+def _label(names: Sequence[str], place: tuple[Any, ...]) -> str:
+    return names[place[0]] + "".join(f"[{key!r}]" for key in place[1:])
 
 
 def _inputs(case: _Case) -> str | None:
@@ -314,7 +428,7 @@ def _under(case: _Case, context: Callable[[], Any]) -> str | None:
 
         return call
 
-    return _difference(_observe(inside(case.program), case.args), _observe(inside(jitted), case.args))
+    return case.difference(inside(case.program), inside(jitted), case.args)
 
 
 def _opaque(case: _Case) -> str | None:
@@ -355,9 +469,12 @@ def _errors(case: _Case) -> str | None:
 
 
 CHECKS: dict[str, Callable[[_Case], str | None]] = {
+    "the rule takes the call": _taken,
     "inputs that require grad": _inputs,
     "output and gradients": lambda case: case.compare(case.args),
     "other values": lambda case: case.compare(_with_other_values(case.args, 1)),
+    "other numbers": _numbers,
+    "other forms of the target": _forms,
     "finite differences": _gradcheck,
     "every choice of inputs that need a gradient": _every_mask,
     "each output alone": _each_output_alone,
@@ -392,6 +509,7 @@ def _observe(
     cotangent: Cotangent | None = None,
     used: int | None = None,
     module: Any = None,
+    names: Sequence[str] | None = None,
 ) -> Observation:
     """Call a program and take gradients, also those of the parameters of the module that it is, or is made of."""
     given = list(_fresh(args))
@@ -402,12 +520,32 @@ def _observe(
     if roots:
         torch.autograd.backward(roots, [(cotangent or _uneven)(r) for r in roots])
     module = function if module is None else module
-    parameters = list(module.parameters()) if isinstance(module, torch.nn.Module) else []
-    leaves = [t for t in _tensors(given) if t.is_leaf and t.requires_grad] + parameters
-    gradients = [None if t.grad is None else t.grad.detach().clone() for t in leaves]
-    for parameter in parameters:
+    inputs = dict(_named_tensors(given, [f"argument {i}" for i in range(len(given))] if names is None else names))
+    parameters = {f"{n}.{k}": p for n, m in _modules(module, given, names) for k, p in m.named_parameters()}
+    leaves = {n: t for n, t in inputs.items() if t.is_leaf and t.requires_grad} | parameters
+    gradients = {n: None if t.grad is None else t.grad.detach().clone() for n, t in leaves.items()}
+    for parameter in parameters.values():
         parameter.grad = None
-    return Observation(output, gradients, [t.detach() for t in _tensors(given)])
+    return Observation(output, gradients, {n: t.detach() for n, t in inputs.items()})
+
+
+def _modules(module: Any, given: Sequence[Any], names: Sequence[str] | None) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The modules whose parameters get gradients: the program itself, and those among its arguments."""
+    labelled = zip(names or [f"argument {i}" for i in range(len(given))], given, strict=True)
+    for name, value in (("module", module), *labelled):
+        if isinstance(value, torch.nn.Module):
+            yield name, value
+
+
+def _named_tensors(given: Sequence[Any], names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in arguments, with the argument's name and the place in it: ``"xs[1]"``."""
+    for name, value in zip(names, given, strict=True):
+        if isinstance(value, torch.Tensor):
+            yield name, value
+        elif isinstance(value, dict):
+            yield from _named_tensors(list(value.values()), [f"{name}[{k!r}]" for k in value])
+        elif isinstance(value, tuple | list):
+            yield from _named_tensors(value, [f"{name}[{i}]" for i in range(len(value))])
 
 
 def _difference(eager: Observation, compiled: Observation) -> str | None:
@@ -417,18 +555,80 @@ def _difference(eager: Observation, compiled: Observation) -> str | None:
         return f"output: eager gives {structure[0]}, compiled {structure[1]}"
     pairs = [
         *_labelled("output", list(_tensors(eager.output)), list(_tensors(compiled.output))),
-        *_labelled("input after the call", eager.inputs, compiled.inputs),
-        *_labelled("gradient of input", eager.gradients, compiled.gradients),
+        *((f"{name} after the call", value, compiled.inputs[name]) for name, value in eager.inputs.items()),
+        *((f"gradient of {name}", value, compiled.gradients[name]) for name, value in eager.gradients.items()),
     ]
     for label, wanted, got in pairs:
         if (wanted is None) != (got is None):
-            return f"{label}: eager gives {'None' if wanted is None else 'a tensor'}, compiled the other"
+            kinds = ["None" if value is None else "a tensor" for value in (wanted, got)]
+            return f"{label}: {kinds[0]} in eager PyTorch, {kinds[1]} compiled"
         if wanted is not None and got is not None:
             try:
                 torch.testing.assert_close(got, wanted, equal_nan=True)
             except AssertionError as error:
-                return f"{label}: {_first_line(error)}"
+                return f"{label}: {_first_line(error)}{_comparison(got, wanted)}"
     return None
+
+
+def _comparison(got: torch.Tensor, wanted: torch.Tensor) -> str:
+    factor = factor_between(got, wanted) if got.shape == wanted.shape else None
+    if factor is not None:
+        return f"; it is {factor:.4g} times what eager PyTorch gives"
+    differing = (got != wanted).flatten().nonzero() if got.shape == wanted.shape else ()
+    if len(differing) == 0:
+        return ""
+    place = int(differing[0])
+    values = [f"{t.flatten()[place]:.6g}" for t in (wanted, got)]
+    return f"; eager PyTorch gives {values[0]} where the compiled program gives {values[1]}"
+
+
+def _diagnosis(case: _Case, failed: list[Check]) -> str:
+    """What is wrong, as its author would say it: the first cause that explains what failed."""
+    first = failed[0]
+    if first.name == "the rule takes the call" or case.rule is None:
+        return f"{first.name}: {first.detail}"
+    found: list[str] = []
+    try:
+        found.extend(_faults(case))
+    except Exception as error:
+        found = found or [f"run by themselves its providers raise {type(error).__name__}: {_first_line(error)}"]
+    return "; ".join([*found, f"{first.name}: {first.detail}"])
+
+
+def _faults(case: _Case) -> Iterator[str]:
+    assert case.rule is not None
+    if case.rule.forward is None or case.rule.backward_provider is None or not case.has_gradients():
+        return
+    given = list(_fresh(case.given))
+    count = len(given) - len(case.keywords)
+    kwargs = dict(zip(case.keywords, given[count:], strict=True))
+    faults = list(Providers(case.rule, case.callee, given[:count], kwargs).faults())
+    yield from faults or _wrong_gradients(case)
+
+
+def _wrong_gradients(case: _Case) -> Iterator[str]:
+    """For each argument by how much its gradient is wrong: the rule's beside that of finite differences."""
+    given = list(_fresh(case.given))
+    with use(case.rule) if case.rule else contextlib.nullcontext():
+        analytic = _observe(thunder.jit(case.program), given, names=case.names).gradients
+
+    def weighted(*values: Any) -> float:
+        with torch.no_grad():
+            outputs = [o for o in _tensors(case.program(*values)) if o.is_floating_point()]
+            return sum(float((o * _uneven(o)).sum()) for o in outputs)
+
+    for name, tensor in _named_tensors(given, case.names):
+        got = analytic.get(name)
+        numeric = numeric_gradient(weighted, given, tensor) if tensor.requires_grad else None
+        if got is None or numeric is None or torch.allclose(got, numeric, rtol=1e-3, atol=1e-5, equal_nan=True):
+            continue
+        factor = factor_between(got, numeric)
+        times = f", {factor:.4g} times the right one" if factor is not None else ""
+        place = int((got - numeric).abs().flatten().argmax())
+        yield (
+            f"the gradient of {name!r} is wrong{times}: at element {place} the rule gives "
+            f"{got.flatten()[place]:.6g}, finite differences {numeric.flatten()[place]:.6g}"
+        )
 
 
 def _labelled(label: str, wanted: list[Any], got: list[Any]) -> Iterator[tuple[str, Any, Any]]:

@@ -69,7 +69,7 @@ def without(gone):
 
 def renamed(gone):
     """Another name for what a patch replaces, or for what holds what it adds."""
-    module, _, name = gone.target.partition(":")
+    module, _, name = gone.target.partition("|")[0].partition(":")
     if gone.adds:
         return f"{module}:moved.{name}"
     return f"{module}:{name[:-1]}_of_before]" if name.endswith("]") else f"{module}:{name}_of_before"

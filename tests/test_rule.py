@@ -266,7 +266,7 @@ def test_a_second_provider_of_a_kind_is_refused_with_both_places(kind):
         (lambda: hookkit.rule(scale, priority="high"), "priority='high'; expected an int"),
         (lambda: hookkit.rule([]), "the list of targets is empty"),
         (lambda: hookkit.rule(scale)(3), "decorates a function, got 3"),
-        (lambda: hookkit.rule(scale)(declare_scale()), "decorates a function, got Rule"),
+        (lambda: hookkit.rule(scale)(declare_scale()), "decorates a function, got <hookkit.Rule"),
         (lambda: hookkit.rule(scale)(None), 'needs a forward provider; only mode="opaque"'),
         (lambda: declare_scale().when(3), "takes a function, got 3"),
     ],

@@ -1,5 +1,9 @@
 """hookkit.testing: its checks hold for what is right, and each fails on its own."""
 
+import os
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from thunder.dynamo import thunderfx
@@ -77,7 +81,7 @@ def test_a_rule_whose_gradient_is_not_the_callables_fails():
 
     result = hookkit.testing.check_rule(wrong, torch.randn(3, requires_grad=True))
     assert not result
-    assert "gradient of input 0" in str(result)
+    assert "gradient of x" in str(result)
 
 
 def test_a_rule_that_agrees_with_the_callable_passes():
@@ -185,7 +189,27 @@ def test_the_marker_makes_a_test_for_each_check(pytester):
             "*::test_of_another_kind PASSED*",
         ]
     )
-    result.assert_outcomes(passed=14, skipped=6, failed=7)
+    result.assert_outcomes(passed=16, skipped=10, failed=7)
+
+
+@pytest.mark.parametrize("conftest", ["", 'pytest_plugins = ["hookkit.pytest_plugin"]'])
+def test_pytest_loads_the_plugin_by_itself(pytester, monkeypatch, conftest):
+    root = Path(hookkit.__file__).parent.parent
+    declared = re.search(r"^\[project.entry-points.pytest11\]\n(.+)", (root / "pyproject.toml").read_text(), re.M)
+    metadata = pytester.mkdir("installed") / "hookkit_under_test-1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: hookkit-under-test\nVersion: 1\n")
+    (metadata / "entry_points.txt").write_text("[pytest11]\n" + declared[1].replace('"', "") + "\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(metadata.parent), str(root)]))
+    pytester.makeconftest(conftest)
+    pytester.makepyfile(
+        test_other="import sys\ndef test_other():\n    assert 'torch' not in sys.modules",
+        test_rules=RULE_TESTS,
+    )
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-k", "other or differences", "test_other.py")
+    result.assert_outcomes(passed=1)
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-k", "differences")
+    result.assert_outcomes(passed=1, failed=1, deselected=2 * len(hookkit.testing.CHECKS))
 
 
 def test_a_modules_parameters_are_compared_under_any_compiler():
@@ -195,5 +219,107 @@ def test_a_modules_parameters_are_compared_under_any_compiler():
     def doubled(function):
         return lambda x: function(x) + (function.bias - function.bias.detach())
 
-    with pytest.raises(AssertionError, match="gradient of input"):
+    with pytest.raises(AssertionError, match=r"gradient of module\.bias"):
         hookkit.testing.assert_same(module, torch.randn(4, 3), jit=doubled)
+
+
+def scaled(x, scale):
+    return scale * torch.tanh(x)
+
+
+def scaled_rule(gradient, forward=None, **options):
+    """A rule for `scaled` with a gradient that may be wrong."""
+    made = hookkit.rule(scaled, register=False, name="scaled_rule", **options)(
+        forward or (lambda x, scale: (scale * torch.tanh(x), hookkit.save(x=x, scale=scale)))
+    )
+    made.backward(gradient)
+    return made
+
+
+def right_gradient(saved, grad):
+    return {"x": grad * saved.scale * (1 - torch.tanh(saved.x) ** 2)}
+
+
+def check_scaled(rule):
+    return hookkit.testing.check_rule(rule, torch.rand(3, dtype=torch.float64, requires_grad=True), 2.0)
+
+
+class TestThatARuleTakesTheCall:
+    def test_one_that_does_passes(self):
+        result = check_scaled(scaled_rule(right_gradient))
+        assert result and str(result).startswith("check of scaled_rule: ok"), str(result)
+
+    def test_one_that_declines_fails_with_its_reason(self):
+        rule = scaled_rule(right_gradient)
+        rule.when(lambda x, scale: hookkit.decline("x is no matrix"))
+        result = check_scaled(rule)
+        assert not result
+        assert "FAILED: the rule takes the call: the rule declined scaled() for these arguments: x is no matrix" in str(
+            result
+        )
+
+    def test_one_that_comes_second_fails_with_the_one_that_comes_first(self):
+        first = hookkit.rule(scaled, name="first", priority=5)(lambda x, scale: scale * torch.tanh(x))
+        second = hookkit.rule(scaled, name="second")(lambda x, scale: scale * torch.tanh(x))
+        try:
+            result = hookkit.testing.check_rule(second, torch.rand(3, requires_grad=True), 2.0)
+        finally:
+            first.unregister()
+            second.unregister()
+        assert not result
+        assert "the rule first, declared at" in result.diagnosis and "priority 5" in result.diagnosis
+
+
+class TestNumbersThatAreBakedIn:
+    @pytest.mark.parametrize("scale", [2.0, 2])
+    def test_a_number_that_the_forward_ignores_is_found(self, scale):
+        rule = hookkit.rule(scaled, register=False)(lambda x, scale: 2.0 * torch.tanh(x))
+        result = hookkit.testing.check_rule(rule, torch.rand(3, requires_grad=True), scale)
+        assert [c.name for c in result.checks if c.passed is False] == ["other numbers"]
+        assert "for scale=" in result.diagnosis
+
+    def test_a_number_that_the_backward_ignores_is_found(self):
+        result = check_scaled(scaled_rule(lambda saved, grad: {"x": 2.0 * grad * (1 - torch.tanh(saved.x) ** 2)}))
+        assert [c.name for c in result.checks if c.passed is False] == ["other numbers"]
+        assert "gradient of x" in result.diagnosis
+
+    def test_a_number_in_a_list_is_varied(self):
+        def weighted(x, weights):
+            return x * weights[0] + weights[1]
+
+        rule = hookkit.rule(weighted, register=False)(lambda x, weights: x * weights[0] + 3.0)
+        result = hookkit.testing.check_rule(rule, torch.rand(3, requires_grad=True), [2.0, 3.0])
+        assert "for weights[1]=" in result.diagnosis
+
+
+class TestTheDiagnosis:
+    @pytest.mark.parametrize(
+        ("gradient", "said"),
+        [
+            (lambda s, g: {"x": 3 * right_gradient(s, g)["x"]}, "gradient of 'x' is wrong, 3 times the right one"),
+            (lambda s, g: {"x": s.scale * (1 - torch.tanh(s.x) ** 2)}, "does not scale with the output gradient"),
+            (lambda s, g: {}, "returns no entry for 'x'"),
+            (lambda s, g: None, "is its return statement missing?"),
+            (lambda s, g: {"x": g * s.x}, "finite differences"),
+        ],
+    )
+    def test_it_says_what_is_wrong_with_the_backward(self, gradient, said):
+        result = check_scaled(scaled_rule(gradient))
+        assert not result and said in result.diagnosis, str(result)
+
+    def test_it_names_the_argument_in_a_list(self):
+        def total(xs):
+            return xs[0] * 2 + xs[1] * 3
+
+        @hookkit.rule(total, register=False)
+        def rule(xs):
+            return xs[0] * 2 + xs[1] * 3, hookkit.save()
+
+        @rule.backward
+        def _(saved, grad):
+            return {"xs": [2 * grad, 300 * grad]}
+
+        xs = [torch.rand(2, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+        result = hookkit.testing.check_rule(rule, xs)
+        assert not result
+        assert "gradient of 'xs[1]' is wrong, 100 times the right one" in result.diagnosis

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import attrs
+import torch
 from thunder.core.proxies import TensorProxy
 
 from hookkit.call import Call
@@ -34,12 +35,14 @@ class Bound:
             ``"argument 2"`` where Python does not know the names.
         by_name: the arguments by parameter name; ``*args`` as a tuple.
         omitted: the names of the parameters that are left at their defaults.
+        outside: tensors that the forward uses and that are no arguments, by name: ``"self.weight"``.
     """
 
     call: Call
     names: tuple[str, ...]
     by_name: dict[str, Any]
     omitted: tuple[str, ...] = ()
+    outside: dict[str, Any] = attrs.field(factory=dict)
 
     @classmethod
     def of(cls, rule: Rule, call: Call) -> Bound:
@@ -84,7 +87,8 @@ class Bound:
                 return tuple(need(v) for v in value)
             return any(_identity(t) in wanted for t in leaves(value) if isinstance(t, _TENSORS))
 
-        return {**dict.fromkeys(self.omitted, False), **{name: need(value) for name, value in self.by_name.items()}}
+        named = {**self.outside, **self.by_name}
+        return {**dict.fromkeys(self.omitted, False), **{name: need(value) for name, value in named.items()}}
 
     def pair_gradients(self, rule: Rule, result: Any) -> list[tuple[str, Any, Any]]:
         """Put each gradient beside its tensor.
@@ -92,19 +96,22 @@ class Bound:
         Raises:
             GradientError: if there are too few or too many, or names or structure do not fit.
         """
-        where = f"the backward provider of the rule {rule.name} for {self.call}"
+        where = f"{rule.described('backward provider')} for {self.call}"
+        if result is None and not rule.ships:
+            raise GradientError(f"{where} returned None: is its return statement missing? {{}} says: no gradients")
         if isinstance(result, dict):
-            unknown = [k for k, v in result.items() if k not in self.by_name and not (k in self.omitted and v is None)]
+            named = {**self.outside, **self.by_name}
+            unknown = [k for k, v in result.items() if k not in named and v is not None and not self._is_frozen(k)]
             if unknown:
                 raise GradientError(
-                    f"{where} returned a gradient for {unknown[0]!r}, which is no argument of the call; "
-                    f"expected names among {sorted(self.by_name)}"
+                    f"{where} returned a gradient for {unknown[0]!r}, which is no argument of the call, and no tensor "
+                    f"that the forward provider uses besides; expected names among {sorted(named)}"
                 )
             return [
                 pair
                 for name, gradient in result.items()
-                if name in self.by_name
-                for pair in self._match(where, name, self.by_name[name], gradient, rule)
+                if name in named
+                for pair in self._match(where, name, named[name], gradient, rule)
             ]
         items = tuple(result) if isinstance(result, tuple | list) else (result,)
         count = len(self.call.args)
@@ -120,6 +127,15 @@ class Bound:
             for name, value, gradient in zip(self.names, self.call.args, items, strict=True)
             for pair in self._match(where, name, value, gradient, rule)
         ]
+
+    def _is_frozen(self, name: str) -> bool:
+        """Whether a name is that of a module's parameter, or buffer, that requires no grad."""
+        root, _, path = name.partition(".")
+        module = self.by_name.get(root)
+        if not isinstance(module, torch.nn.Module):
+            return False
+        tensors = {**dict(module.named_buffers()), **dict(module.named_parameters())}
+        return path in tensors and not tensors[path].requires_grad
 
     def _match(self, where: str, label: str, value: Any, gradient: Any, rule: Rule) -> list[tuple[str, Any, Any]]:
         if gradient is None:

@@ -20,6 +20,7 @@ from hookkit.engine.arguments import Bound
 from hookkit.engine.effects import Generators, State, following
 from hookkit.engine.modules import current_buffers
 from hookkit.engine.mutation import Retrace
+from hookkit.engine.seen import shows
 from hookkit.engine.threads import one_at_a_time
 from hookkit.engine.traced import Invocation, bind_call, trace_call
 from hookkit.engine.tracing import Raised, add_note, raise_in_program, user_source
@@ -57,6 +58,8 @@ def lookaside_for(
         unsupported: why thunder cannot do the call itself, if that is known.
     """
     function = unwrap(owner) if owner is not None else None
+    if records.all_candidates_wanted():
+        records.note_form(callee, user_source)
     if not registry.matching(callee, function):
         return None
     trace = get_jit_ctx().computation_trace
@@ -70,7 +73,7 @@ def lookaside_for(
         uargs, ukwargs = unwrap_arguments(args, kwargs)
         return uargs, ukwargs, tuple(gradflow.requires_grad(trace, a) for a in uargs), user_source()
 
-    call = Call.pending(callee, function, details, unsupported)
+    call = Call.pending(callee, function, details, unsupported, shows(trace))
     candidates = []
     try:
         for candidate in registry.candidates(call):

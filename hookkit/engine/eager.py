@@ -20,9 +20,11 @@ from hookkit import compat
 from hookkit.call import Call
 from hookkit.engine import nodes
 from hookkit.engine.arguments import Bound
+from hookkit.engine.outside import OUTSIDE, Uses, gets_gradients, refuse_missing
 from hookkit.engine.values import Slot, TensorMetadata, broadcasts_to, leaves, map_leaves
 from hookkit.errors import GradientError
 from hookkit.residuals import Residuals
+from hookkit.returned import check_takes, output_and_residuals
 from hookkit.rule import Rule
 
 __all__ = [
@@ -368,28 +370,36 @@ def _autocast(regions: Sequence[Autocast]) -> Iterator[None]:
 def provider_callee(rule: Rule, call: Call) -> Callable[..., Any]:
     """A callable that runs a rule's providers as one autograd Function."""
     assert rule.forward is not None
-    leading = (call,) if rule.pass_call else ()
+    leading = (call.seen,) if rule.pass_call else ()
     forward = functools.partial(rule.forward, *leading)
     if rule.backward_provider is None:
-        return forward
+        return lambda *args, **kwargs: output_and_residuals(rule, forward(*args, **kwargs))[0]
     backward = functools.partial(rule.backward_provider, *leading)
 
     class Providers(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, args: Any, kwargs: Any, structure: list[Any], *tensors: torch.Tensor) -> Any:
-            result = forward(*args, **kwargs)
-            residuals = Residuals({})
-            if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Residuals):
-                result, residuals = result
+            besides = kwargs.pop(OUTSIDE, {})
+            uses: Any = contextlib.nullcontext()
+            if any(ctx.needs_input_grad) and gets_gradients(rule, call):
+                named = {id(t) for t in besides.values()}
+                given = [t for t in tensors if id(t) not in named]
+                uses = Uses(rule, call, Bound.of(rule, Call(forward, None, args, kwargs)).by_name, given)
+            with uses:
+                result = forward(*args, **kwargs)
+            ctx.used = uses.names if isinstance(uses, Uses) else ()
+            result, kept = output_and_residuals(rule, result)
+            residuals = kept if kept is not None else Residuals({})
             marks = residuals._marks
             places = {id(t): Slot(i) for i, t in enumerate(tensors)}
-            args, kwargs = map_leaves(lambda v: places.get(id(v), v), (args, kwargs))
+            args, kwargs, besides = map_leaves(lambda v: places.get(id(v), v), (args, kwargs, besides))
             ctx.bound = Bound.of(rule, Call(forward, None, args, kwargs))
+            ctx.bound.outside = besides
             ctx.needs = ctx.bound.needs([Slot(i) for i, n in enumerate(ctx.needs_input_grad[3:]) if n])
             ctx.inputs = [Metadata.of(t) for t in tensors]
             values = {k: v for k, v in residuals.__dict__.items() if not k.startswith("_")}
-            kept, ctx.residuals = split_tensors(values)
-            ctx.save_for_backward(*kept)
+            saved, ctx.residuals = split_tensors(values)
+            ctx.save_for_backward(*saved)
             ctx.mark_non_differentiable(*(t for t in marks.non_differentiable if isinstance(t, torch.Tensor)))
             ctx.mark_dirty(*marks.dirty)
             ctx.set_materialize_grads(marks.materialize_grads)
@@ -406,9 +416,12 @@ def provider_callee(rule: Rule, call: Call) -> Callable[..., Any]:
                 map_leaves(lambda v: gradients[v.index] if isinstance(v, Slot) else None, item) for item in items
             ]
             result: list[Any] = [None] * len(ctx.inputs)
-            for label, place, gradient in ctx.bound.pair_gradients(rule, backward(residuals, *arguments)):
+            check_takes(rule, len(arguments))
+            found = backward(residuals, *arguments)
+            refuse_missing(rule, call, ctx.used, found)
+            for label, place, gradient in ctx.bound.pair_gradients(rule, found):
                 if gradient is not None:
-                    ctx.inputs[place.index].check(rule.name, label, gradient)
+                    ctx.inputs[place.index].check(rule, label, gradient)
                     present = result[place.index]
                     result[place.index] = gradient if present is None else present + gradient
             return (None, None, None, *result)
@@ -452,15 +465,17 @@ class Metadata:
         """The metadata of a tensor."""
         return cls(tuple(tensor.shape), tensor.device)
 
-    def check(self, name: str, label: str, gradient: Any) -> None:
+    def check(self, rule: Rule[..., Any], label: str, gradient: Any) -> None:
         """Refuse a gradient that does not fit.
 
         Raises:
             GradientError: if it is no tensor, on another device, or of a shape that does not reduce to the input's.
         """
-        where = f"the backward provider of the rule {name} returned a gradient of {label}"
+        where = f"{rule.described('backward provider')} returned a gradient of {label}"
         if not isinstance(gradient, torch.Tensor):
             raise GradientError(f"{where} that is {gradient!r} ({type(gradient).__name__}); expected a tensor or None")
+        if not (gradient.is_floating_point() or gradient.is_complex()):
+            raise GradientError(f"{where} with dtype {gradient.dtype}; expected floating point, as {label} has")
         if gradient.device != self.device:
             raise GradientError(f"{where} on {gradient.device}; expected device {self.device}")
         if not broadcasts_to(self.shape, tuple(gradient.shape)):

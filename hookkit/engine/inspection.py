@@ -17,7 +17,7 @@ from thunder.core.proxies import TensorProxy
 
 from hookkit.call import Source
 from hookkit.engine.opaque import OpaqueCall
-from hookkit.engine.records import CallRecord, tracings_of, want_all_candidates
+from hookkit.engine.records import CallRecord, MissedForm, tracings_of, want_all_candidates
 from hookkit.engine.symbols import Composite
 from hookkit.errors import HookError
 
@@ -51,12 +51,13 @@ def acquire(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
         data.acquire_initial_trace(data.fn, args, kwargs, data, stats, data.executors_list[0])
 
     error = None
-    with want_all_candidates():
+    with want_all_candidates() as missed:
         try:
             trace()
         except Exception as raised:
             error = raised
-    return Acquired([record for tracing in tracings_of(stats) for record in tracing.calls], error)
+    calls = [record for tracing in tracings_of(stats) for record in tracing.calls]
+    return Acquired(calls, error, list(dict.fromkeys(missed)))
 
 
 @attrs.frozen
@@ -65,6 +66,7 @@ class Acquired:
 
     calls: list[CallRecord]
     error: Exception | None
+    missed: list[MissedForm] = attrs.Factory(list)
 
 
 def with_depth(calls: Sequence[CallRecord], depth: int = 0) -> Iterator[tuple[CallRecord, int]]:

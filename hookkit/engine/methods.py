@@ -21,7 +21,7 @@ from thunder.core.proxies import TensorProxy
 from torch._library.custom_ops import CustomOpDef
 
 from hookkit.engine import records
-from hookkit.engine.tracing import raise_in_program
+from hookkit.engine.tracing import raise_in_program, user_source
 from hookkit.errors import HookError
 from hookkit.registry import registry
 
@@ -78,6 +78,8 @@ def method_lookup(function: Any, args: tuple[Any, ...]) -> Callable[..., Any] | 
     if args[1].value == "numel" and callable(args[0].value._numel):  # under thunder's cache of symbolic values
         return None
     method = getattr(torch.Tensor, args[1].value, None)
+    if records.all_candidates_wanted():
+        records.note_form(method, user_source)
     if not callable(method) or not registry.matching(method, None):
         return None
     return interpreter_needs_wrap(_bound_method)  # type: ignore[no-any-return]

@@ -33,6 +33,7 @@ from hookkit.engine.direct import DirectCall, NodeState
 from hookkit.engine.eager import Autocast, EagerResult, OpaqueState, fill, provider_callee, run_eagerly, split_tensors
 from hookkit.engine.effects import Generators, State, WritesUndone, following_natively
 from hookkit.engine.nodes import set_materialize_grads
+from hookkit.engine.outside import OUTSIDE, gets_gradients, parameters_of
 from hookkit.engine.reach import Reach, none_defined, note_undefined
 from hookkit.engine.recomputation import is_recomputing, record_draws
 from hookkit.engine.symbols import called, feed_undefined, make_symbol, symbol_name
@@ -49,7 +50,7 @@ from hookkit.engine.values import (
 )
 from hookkit.errors import HookError, MetaError, MetaWarning, OpaqueFallbackWarning, UntraceableError
 from hookkit.patch import Patch
-from hookkit.residuals import Residuals
+from hookkit.returned import output_and_residuals
 
 __all__ = ["PATCHES", "OpaqueCall", "fall_back", "opaque_call", "record_constant"]
 
@@ -107,6 +108,7 @@ class OpaqueCall:
         is_fed_undefined: whether another call returns None for the gradient of an output, so that its backward has to
             run without any gradient, as in eager.
         is_function: whether the callee is the ``apply`` of a Function, which looks for tensors in its arguments only.
+        meta: the meta function, in words.
     """
 
     description: str
@@ -127,6 +129,7 @@ class OpaqueCall:
     undefined: list[TensorProxy] = attrs.field(factory=list)
     is_fed_undefined: bool = False
     is_function: bool = False
+    meta: str = "its meta function"
 
     def tracked(self, args: Sequence[Any]) -> Sequence[Any]:
         """Those of the operator's arguments that are edges of the autograd graph."""
@@ -271,7 +274,8 @@ class OpaqueCall:
             raise MetaError(
                 f"{self.description} returned {fill(structure, [str(t) for t in got])!r}; its metadata, with which the "
                 f"program was compiled, is {expected!r}. If the result depends on the values of tensors "
-                "(data-dependent), leave the call outside the compiled program; otherwise correct its meta function."
+                "(data-dependent), leave the call outside the compiled program; otherwise correct "
+                f"{self.meta}."
             )
         if sorted(result.changed) != self.expected.changed:
             raise MetaError(
@@ -445,6 +449,8 @@ def _operator(invocation: Invocation) -> tuple[OpaqueCall, list[Proxy]]:
         return places[value.name]
 
     arguments = map_leaves(place, (call.args, call.kwargs))
+    if invocation.grad_mode and gets_gradients(rule, call) and (besides := parameters_of(invocation)):
+        arguments = arguments[0], {**arguments[1], OUTSIDE: {name: place(proxy) for name, proxy in besides.items()}}
     trace = get_jit_ctx().computation_trace
     callee = call.callable if rule.opaque_callee else provider_callee(rule, call)
     autocasts = tuple(
@@ -719,19 +725,21 @@ def _sharing(tensors: list[torch.Tensor], values: list[Any]) -> list[int]:
 def _from_meta_function(
     invocation: Invocation, operator: OpaqueCall, slots: list[Proxy], provider: Callable[..., Any]
 ) -> Expected:
+    operator.meta = invocation.rule.described("meta function")
     with FakeTensorMode(allow_non_fake_inputs=True):
         args, kwargs = fill(operator.arguments, [_example(p, None) for p in slots])
-        leading = (invocation.call,) if invocation.rule.pass_call else ()
+        kwargs.pop(OUTSIDE, None)
+        leading = (invocation.call.seen,) if invocation.rule.pass_call else ()
         try:
             output = provider(*leading, *args, **kwargs)
         except Exception as error:
             raise MetaError(
-                f"the meta function of the rule {invocation.rule.name} raised {type(error).__name__}: {error} for "
+                f"{invocation.rule.described('meta function')} raised {type(error).__name__}: {error} for "
                 f"{invocation.call}; it must return the outputs' metadata for these arguments"
             ) from error
         marked: set[int] = set()
-        if isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], Residuals):
-            output, residuals = output
+        output, residuals = output_and_residuals(invocation.rule, output, "meta function")
+        if residuals is not None:
             marked = {id(t) for t in residuals._marks.non_differentiable}
         tensors, structure = split_tensors(output)
     needed = operator.grad_mode and any(operator.needs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -13,15 +13,19 @@ from thunder.core.compile_data import _compile_data
 from thunder.core.trace import TraceCtx
 
 from hookkit.call import Call, Source
-from hookkit.registry import Candidate
+from hookkit.forms import other_forms
+from hookkit.registry import Candidate, registry
 from hookkit.rule import Rule
+from hookkit.targets import CallableTarget, describe_callable
 
 __all__ = [
     "CallRecord",
+    "MissedForm",
     "Tracing",
     "all_candidates_wanted",
     "inside_a_call",
     "note",
+    "note_form",
     "tracings_of",
     "want_all_candidates",
 ]
@@ -90,6 +94,7 @@ class Tracing:
 
 _tracings: weakref.WeakKeyDictionary[Any, list[Tracing]] = weakref.WeakKeyDictionary()
 _running: ContextVar[CallRecord | None] = ContextVar("hookkit_running_call", default=None)
+_missed: ContextVar[Any] = ContextVar("hookkit_missed_forms", default=None)
 _all_wanted: ContextVar[bool] = ContextVar("hookkit_all_candidates_wanted", default=False)
 
 
@@ -104,13 +109,53 @@ def inside_a_call() -> bool:
 
 
 @contextmanager
-def want_all_candidates() -> Iterator[None]:
-    """Have all rules asked about each call."""
-    token = _all_wanted.set(True)
+def want_all_candidates() -> Iterator[list[MissedForm]]:
+    """Have all rules asked about each call; gives the list in which forms are noted that no rule matches."""
+    missed: list[MissedForm] = []
+    token, forms_token = _all_wanted.set(True), _missed.set((_forms_not_meant(), missed))
     try:
-        yield
+        yield missed
     finally:
         _all_wanted.reset(token)
+        _missed.reset(forms_token)
+
+
+@attrs.frozen
+class MissedForm:
+    """A call of an operation, in a form that a rule for another form of it does not match."""
+
+    rule: Rule[..., Any]
+    target: str
+    form: str
+    source: Source | None
+
+    def __str__(self) -> str:
+        where = f" at {self.source}" if self.source else ""
+        return f"{self.form}{where} is a form of {self.target} that the rule does not match; hookkit.forms gives all"
+
+
+def note_form(callee: Any, source: Callable[[], Source | None]) -> None:
+    """Note a call of an operation of torch, if a rule is for another form of it alone."""
+    wanted = _missed.get()
+    if wanted is None:
+        return
+    try:
+        found = wanted[0].get(callee, ())
+    except TypeError:  # it is not hashable
+        return
+    for rule, target in found:
+        wanted[1].append(MissedForm(rule, target, describe_callable(callee), source()))
+
+
+def _forms_not_meant() -> dict[Any, list[tuple[Rule[..., Any], str]]]:
+    """For each form of an operation that rules stand for, users' rules that do not match it."""
+    found: dict[Any, list[tuple[Rule[..., Any], str]]] = {}
+    for rule in registry.current().rules:
+        given = [t.callable for t in rule.targets if isinstance(t, CallableTarget) and not rule.ships]
+        forms = {form: str(CallableTarget(c)) for c in given for form in other_forms(c) if form not in given}
+        for form, target in forms.items():
+            found.setdefault(form, []).append((rule, target))
+    return found
 
 
 def note(call: Call, candidates: Sequence[Candidate], trace: TraceCtx) -> CallRecord:

@@ -22,6 +22,7 @@ from hookkit.engine.differentiation import RESIDUAL
 from hookkit.engine.effects import Generators, State
 from hookkit.engine.functionalise import functionalise
 from hookkit.engine.mutation import views_of_arguments
+from hookkit.engine.outside import gets_gradients, outside, refuse_missing
 from hookkit.engine.symbols import Composite, bind
 from hookkit.engine.tracing import Attempt, is_made
 from hookkit.engine.values import (
@@ -37,6 +38,7 @@ from hookkit.engine.values import (
 from hookkit.errors import GradientError, UntraceableError
 from hookkit.modes import ModeInForce
 from hookkit.residuals import Residuals
+from hookkit.returned import check_takes, output_and_residuals
 from hookkit.rule import Rule
 
 __all__ = ["Invocation", "bind_call", "trace_call"]
@@ -120,6 +122,10 @@ class Invocation:
                 assert item is unwrap(wrapped_item)
         return wrapped
 
+    def named_arguments(self) -> dict[str, Any]:
+        """The wrapped arguments by the names of their parameters."""
+        return {**dict(zip(self.bound.names, self.args, strict=False)), **self.kwargs}
+
     def differentiable_inputs(self) -> list[TensorProxy]:
         """The tensors of the call that need a gradient."""
         trace = get_jit_ctx().computation_trace
@@ -191,16 +197,11 @@ def bind_call(invocation: Invocation, composite: Composite, returned: Any) -> An
 
 def _split(invocation: Invocation, wrapped: Any) -> tuple[Any, Any]:
     """The plain output, and the wrapped residuals or None."""
-    value = unwrap(wrapped)
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Residuals):
-        wrapped.track_items()
-        return value[0], wrapped.item_wrappers[1]
-    if isinstance(value, Residuals):
-        raise GradientError(
-            f"the forward provider of the rule {invocation.rule.name} returned residuals without an output; "
-            "return output, hookkit.save(...)"
-        )
-    return value, None
+    output, residuals = output_and_residuals(invocation.rule, unwrap(wrapped))
+    if residuals is None:
+        return output, None
+    wrapped.track_items()
+    return output, wrapped.item_wrappers[1]
 
 
 def _without_backward(invocation: Invocation, output: Any, forward: Attempt) -> tuple[Composite, Any]:
@@ -241,6 +242,9 @@ def _with_backward(
     inputs = invocation.differentiable_inputs() if invocation.grad_mode else []
     forward_symbols, last_values = functionalise(trace, forward.bound_symbols)
     forward_symbols = list(forward_symbols)
+    if invocation.grad_mode and gets_gradients(invocation.rule, invocation.call):
+        invocation.bound.outside = outside(invocation, _free(forward_symbols))
+        inputs += [p for p in invocation.bound.outside.values() if gradflow.requires_grad(trace, p)]
     outputs, returned, own = _own_outputs(invocation, output, residuals, bool(inputs), forward_symbols, last_values)
     composite = Composite(
         name=invocation.name,
@@ -387,6 +391,7 @@ def _run_backward(
     """The backward's operations, and the gradient of each input by the input's name."""
     trace = get_jit_ctx().computation_trace
     rule = invocation.rule
+    check_takes(rule, len(arguments))
     origin = ProvenanceRecord(PseudoInst.NEW, inputs=[wrap_const(Residuals).provenance])
     if wrapped_residuals is None:
         wrapped_residuals = wrap(Residuals({}), provenance=origin)
@@ -402,9 +407,12 @@ def _run_backward(
             raise UntraceableError(
                 "its backward changes what the forward kept for it: a second backward would see that"
             )
+        wanted = {i.name for i in inputs}
+        used = [n for n, p in invocation.bound.outside.items() if p.name in wanted]
+        refuse_missing(rule, invocation.call, used, result)
         pairs = invocation.bound.pair_gradients(rule, result)
         with tracectx(trace):
-            gradients = _accumulate(invocation, pairs, {i.name for i in inputs})
+            gradients = _accumulate(invocation, pairs, wanted)
             # What the backward returns and did not make, a saved tensor say, must not share memory with the gradient:
             # autograd takes what it is given for ``.grad``.
             new = {o.name for b in backward.bound_symbols for o in b.flat_proxy_outs}
@@ -443,7 +451,7 @@ def _fit(invocation: Invocation, label: str, tensor: TensorProxy, gradient: Any)
 
     torch: ``validate_outputs`` in torch/csrc/autograd/engine.cpp.
     """
-    where = f"the backward provider of the rule {invocation.rule.name} for {invocation.call}"
+    where = f"{invocation.rule.described('backward provider')} for {invocation.call}"
     if not isinstance(gradient, TensorProxy):
         raise GradientError(
             f"{where} returned {gradient!r} ({type(gradient).__name__}) as the gradient of {label}; "
@@ -463,6 +471,11 @@ def _fit(invocation: Invocation, label: str, tensor: TensorProxy, gradient: Any)
         lead = len(got) - len(expected)
         dims = [*range(lead), *(i + lead for i, n in enumerate(expected) if n == 1 and got[i + lead] != 1)]
         gradient = ltorch.reshape(ltorch.sum(gradient, dims), expected)
+    if not (dtypes.is_inexact_dtype(gradient.dtype) or invocation.rule.ships):
+        raise GradientError(
+            f"{where} returned a gradient of {label} with dtype {dtypes.to_torch_dtype(gradient.dtype)}; expected "
+            f"{dtypes.to_torch_dtype(tensor.dtype)}, as {label} has"
+        )
     if gradient.dtype != tensor.dtype:
         if dtypes.is_complex_dtype(gradient.dtype) and not dtypes.is_complex_dtype(tensor.dtype):
             raise GradientError(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import thunder
 import torch
 
 import hookkit
@@ -59,7 +58,7 @@ of_booleans = hookkit.rule(both("masked_fill", "max"), mode="opaque", priority=P
 @of_booleans.when
 def _(input: Any, *args: Any, **kwargs: Any) -> bool:
     """Which thunder makes integers of, or looks for the place of the largest of and fails."""
-    return input.dtype is thunder.bool8
+    return input.dtype is torch.bool
 
 
 instance_norm = hookkit.rule(of_torch("nn.functional.instance_norm"), mode="opaque", priority=PRIORITY)
@@ -205,7 +204,7 @@ def _(saved: Any, gradient: Any) -> Any:
 
 @sigmoid.when
 def _(input: Any, *, out: Any = None) -> bool:
-    return out is None and input.dtype not in (thunder.complex64, thunder.complex128)
+    return out is None and input.dtype not in (torch.complex64, torch.complex128)
 
 
 # In bfloat16 and float16 thunder rounds after each step of these gradients, and PyTorch once, at the end.
@@ -213,7 +212,7 @@ def _(input: Any, *, out: Any = None) -> bool:
 
 def is_short(dtype: Any) -> bool:
     """Whether a dtype has half the bits of float32."""
-    return dtype in (thunder.bfloat16, thunder.float16)
+    return dtype in (torch.bfloat16, torch.float16)
 
 
 @hookkit.rule([*both("tanh"), *of_torch("nn.functional.tanh")], priority=PRIORITY)

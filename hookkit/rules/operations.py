@@ -11,7 +11,6 @@ import builtins
 import itertools
 from typing import Any
 
-import thunder
 import torch
 
 import hookkit
@@ -103,7 +102,7 @@ def _(A: Any, B: Any, rcond: Any = None, *, driver: str | None = None) -> Any:
 def fills_by_mask(tensor: Any, key: Any, value: Any) -> bool:
     """Whether a tensor is assigned where a mask is true: ``x[mask] = y``, which thunder accepts and cannot execute."""
     keys = key if isinstance(key, tuple) else (key,)
-    return any(getattr(k, "dtype", None) is thunder.bool8 for k in keys) and hasattr(value, "dtype")
+    return any(getattr(k, "dtype", None) is torch.bool for k in keys) and hasattr(value, "dtype")
 
 
 assignment = hookkit.rule(of_torch("Tensor.__setitem__"), mode="opaque", priority=-100)
@@ -116,7 +115,7 @@ def are_scalars(*values: Any, **options: Any) -> bool:
         return False
     first = values[0]
     return all(
-        v.numel == 1 and (v.shape, v.dtype, v.device) == (first.shape, first.dtype, first.device) for v in values
+        v.numel() == 1 and (v.shape, v.dtype, v.device) == (first.shape, first.dtype, first.device) for v in values
     )
 
 
