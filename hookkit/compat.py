@@ -33,7 +33,9 @@ __all__ = [
     "importing_thunder",
     "is_optimized",
     "nodes_need_owners",
+    "outside_of_transforms",
     "realise_graph_module",
+    "transforms_are_active",
 ]
 
 
@@ -182,6 +184,21 @@ def graph_is_kept() -> bool:
     if torch._C._current_graph_task_id() == -1:
         return False
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def transforms_are_active() -> bool:
+    """Whether a transform of ``torch.func`` is active, or gradients are computed for many cotangents at once."""
+    # torch 2.7 to 2.15 have it; torch.autograd.Function.apply asks it.
+    return torch._C._are_functorch_transforms_active()
+
+
+@contextmanager
+def outside_of_transforms() -> Iterator[None]:
+    """The time in which no transform of ``torch.func`` is active, whatever is active around it."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    with temporarily_clear_interpreter_stack():
+        yield
 
 
 def apply_of(function: type[Function]) -> Callable[..., Any]:

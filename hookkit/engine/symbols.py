@@ -24,11 +24,14 @@ from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, get_tracectx, tracectx
 from thunder.extend import ImplInfo
 
+from hookkit.call import Call
 from hookkit.engine import gradflow
 from hookkit.engine.reach import metadata_of, used_or_zeros
+from hookkit.rule import Rule
 
 __all__ = [
     "Composite",
+    "Origin",
     "bind",
     "called",
     "export_leaks",
@@ -95,6 +98,21 @@ def make_symbol(
     )
 
 
+@attrs.frozen(eq=False)
+class Origin:
+    """The call that a composite was made of.
+
+    Attributes:
+        rule: the rule that took it.
+        call: the call.
+        returned: what it returned, as a tree of proxies.
+    """
+
+    rule: Rule
+    call: Call
+    returned: Any
+
+
 @attrs.define(eq=False)
 class Composite:
     """A traced call: what goes in, what comes out, and the recorded operations between.
@@ -118,6 +136,7 @@ class Composite:
         tracked_count: how many of the inputs, the first ones, are edges of the autograd graph.
         is_fed_undefined: whether another call returns None for the gradient of an output.
         undefined: outputs of earlier calls to whose backward this one feeds zeros, see ``feed_undefined``.
+        origin: the call, for PyTorch to run it again.
     """
 
     name: str
@@ -138,6 +157,7 @@ class Composite:
     tracked_count: int = 0
     is_fed_undefined: bool = False
     undefined: list[TensorProxy] = attrs.field(factory=list)
+    origin: Origin | None = None
 
     def residual_names(self) -> set[str]:
         """The names of the tensors that the backward reads."""
