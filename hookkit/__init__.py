@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         PluginWarning,
         RegistrationError,
         TargetWarning,
+        TransformWarning,
         UntraceableError,
     )
     from hookkit.modes import mode
@@ -51,6 +52,7 @@ __all__ = [
     "RegistrationError",
     "Rule",
     "TargetWarning",
+    "TransformWarning",
     "UntraceableError",
     "decline",
     "disable",
@@ -83,6 +85,8 @@ _MODULES = {
         "PluginWarning",
         "RegistrationError",
         "TargetWarning",
+        "TransformWarning",
+    "TransformWarning",
         "UntraceableError",
     ),
     "modes": ("mode",),

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.autograd import Function
+from torch.autograd import Function, forward_ad
 from torch.fx import GraphModule
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
@@ -27,6 +27,7 @@ __all__ = [
     "apply_of",
     "autograd_registration",
     "composite_kernel",
+    "dual_level",
     "function_owner",
     "graph_is_kept",
     "higher_order_apply_targets",
@@ -190,6 +191,12 @@ def transforms_are_active() -> bool:
     """Whether a transform of ``torch.func`` is active, or gradients are computed for many cotangents at once."""
     # torch 2.7 to 2.15 have it; torch.autograd.Function.apply asks it.
     return torch._C._are_functorch_transforms_active()
+
+
+def dual_level() -> int:
+    """How many levels of forward-mode AD are entered, less one."""
+    # torch 2.7 to 2.15 have it; torch/autograd/forward_ad.py. There is no public way to ask.
+    return forward_ad._current_level  # type: ignore[no-any-return]
 
 
 @contextmanager

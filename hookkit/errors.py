@@ -16,6 +16,7 @@ __all__ = [
     "PluginWarning",
     "RegistrationError",
     "TargetWarning",
+    "TransformWarning",
     "UntraceableError",
 ]
 
@@ -61,6 +62,10 @@ class MetaWarning(UserWarning):
 
 class TargetWarning(UserWarning):
     """A lazy target's module is imported and has no such name; given once, with the nearest names."""
+
+
+class TransformWarning(UserWarning):
+    """A compiled program runs in eager PyTorch, because a transform of ``torch.func`` or forward-mode AD is active."""
 
 
 class PluginWarning(UserWarning):

@@ -29,6 +29,7 @@ from hookkit import compat
 from hookkit.engine import gradflow
 from hookkit.engine.eager import autocast_regions, fill, provider_callee, split_tensors
 from hookkit.engine.effects import Generators, State
+from hookkit.engine.graph_modules import as_function
 from hookkit.engine.recomputation import draws
 from hookkit.engine.sharing import Sharing, note_sharing
 from hookkit.engine.symbols import Composite, called, make_symbol, symbol_name
@@ -330,13 +331,15 @@ class _Builder:
             proxies.append(proxy)
             return Slot(len(proxies) - 1)
 
-        arguments = map_leaves(place, (origin.call.args, origin.call.kwargs))
+        args, kwargs = map_leaves(place, (origin.call.args, origin.call.kwargs))
+        if len(args) > 1 and all(isinstance(a, torch.fx.GraphModule) for a in args[:2]):
+            args = (*as_function(*args[:2]), *args[2:])
         callee = origin.call.callable if origin.rule.opaque_callee else provider_callee(origin.rule, origin.call)
         names = [getattr(leaf, "name", None) for leaf in leaves(origin.returned)]
         wanted = [o.name for o in composite.outputs]
         if not set(wanted) <= set(names):
             raise NotAgain(f"{origin.call} hands a tensor on otherwise than by returning it")
-        return _Call(callee, arguments, proxies, [names.index(n) for n in wanted])
+        return _Call(callee, (args, kwargs), proxies, [names.index(n) for n in wanted])
 
 
 def _writes(bsym: Any) -> bool:
