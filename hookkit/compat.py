@@ -26,6 +26,7 @@ __all__ = [
     "active_measures",
     "apply_of",
     "autograd_registration",
+    "batched_depth",
     "composite_kernel",
     "dual_level",
     "function_owner",
@@ -188,9 +189,17 @@ def graph_is_kept() -> bool:
 
 
 def transforms_are_active() -> bool:
-    """Whether a transform of ``torch.func`` is active, or gradients are computed for many cotangents at once."""
+    """Whether a transform of ``torch.func`` is active."""
     # torch 2.7 to 2.15 have it; torch.autograd.Function.apply asks it.
     return torch._C._are_functorch_transforms_active()
+
+
+def batched_depth() -> int:
+    """In how many ``is_grads_batched=True`` the backward runs: they use the vmap that was there before torch.func."""
+    # torch 2.7 to 2.15: torch/_vmap_internals.py. The depth is told by what changes it only.
+    depth = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    return depth
 
 
 def dual_level() -> int:
@@ -201,11 +210,18 @@ def dual_level() -> int:
 
 @contextmanager
 def outside_of_transforms() -> Iterator[None]:
-    """The time in which no transform of ``torch.func`` is active, whatever is active around it."""
+    """The time in which no transform is active, whatever is active around it."""
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-    with temporarily_clear_interpreter_stack():
-        yield
+    depth = batched_depth()
+    for _ in range(depth):
+        torch._C._vmapmode_decrement_nesting()
+    try:
+        with temporarily_clear_interpreter_stack():
+            yield
+    finally:
+        for _ in range(depth):
+            torch._C._vmapmode_increment_nesting()
 
 
 def apply_of(function: type[Function]) -> Callable[..., Any]:

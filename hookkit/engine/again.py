@@ -19,11 +19,10 @@ from thunder.core.compile_data import get_compile_data
 from thunder.core.devices import Device, to_torch_device
 from thunder.core.proxies import AnyProxy, Proxy, ProxyTag, TensorProxy, variableify
 from thunder.core.pytree import tree_flatten_with_dataclass
-from thunder.core.trace import from_trace
+from thunder.core.trace import from_trace, tracectx
 from thunder.core.transform_common import dce
 from thunder.executors.passes import transform_for_execution
 from thunder.executors.torchex import ex as pytorch
-from thunder.extend import ImplInfo
 
 from hookkit import compat
 from hookkit.engine import gradflow
@@ -36,7 +35,7 @@ from hookkit.engine.symbols import Composite, called, make_symbol, symbol_name
 from hookkit.engine.values import Slot, leaves, map_leaves
 from hookkit.errors import HookError
 
-__all__ = ["GeneratorStates", "Kept", "NotAgain", "Program", "record_generators", "refusing"]
+__all__ = ["GeneratorStates", "Kept", "NotAgain", "Program", "may_draw", "record_generators", "refusing"]
 
 
 class NotAgain(Exception):
@@ -61,17 +60,18 @@ class GeneratorStates:
             yield
 
 
-def record_generators(trace: Any) -> AnyProxy | None:
-    """Record, at the beginning of a trace that may draw random numbers, what keeps the state of torch's generators."""
-    if not any(map(_may_draw, trace.bound_symbols)):
-        return None
-    state = AnyProxy(None, prefix="generators")
+def may_draw(trace: Any) -> bool:
+    """Whether a program may draw random numbers."""
+    return any(map(_may_draw, trace.bound_symbols))
+
+
+def record_generators(trace: Any) -> AnyProxy:
+    """Record, at the beginning of a trace, what keeps the state of torch's generators."""
+    with tracectx(trace):
+        state = AnyProxy(None, prefix="generators")
     executor = get_compile_data().executors_list[0]  # the program's own
     name = symbol_name(trace, "generators")
-    symbol = make_symbol(
-        executor, name, lambda: state, GeneratorStates, kind=gradflow.DRAWS, is_prim=True, keep=True
-    )
-    executor._implmap[symbol.id] = ImplInfo(symbol=symbol, grad_transform=symbol)
+    symbol = make_symbol(executor, name, lambda: state, GeneratorStates, kind=gradflow.DRAWS, is_prim=True)
     unpacks = (prims.PrimIDs.UNPACK_TRIVIAL, prims.PrimIDs.UNPACK_SEQUENCE)
     place = next(i for i, b in enumerate(trace.bound_symbols) if b.sym.id not in unpacks)
     trace.bound_symbols.insert(place, symbol.bind(output=state))

@@ -95,7 +95,7 @@ def backward(stock: Callable[..., Any], ctx: Any, *gradients: Any) -> Any:
     """
     names = _functions(ctx.saved_other)
     obstacle = "thunder differentiated it in a way that hookkit does not know"
-    if torch.is_grad_enabled() or compat.transforms_are_active():
+    if torch.is_grad_enabled() or _in_transform():
         try:
             if names is not None and names.kept is not None:
                 return _backward_again(ctx, names, gradients)
@@ -103,6 +103,18 @@ def backward(stock: Callable[..., Any], ctx: Any, *gradients: Any) -> Any:
             obstacle = str(error)
         return _refusing(ctx, obstacle, gradients, _backward_once(stock, ctx, names, gradients))
     return _backward_once(stock, ctx, names, gradients)
+
+
+def _in_transform() -> bool:
+    return compat.transforms_are_active() or compat.batched_depth() > 0
+
+
+def hand_on(stock: Callable[..., Any], ctx: Any, *gradients: Any) -> Any:
+    """``ThunderOutputFunction.backward``, which makes a random number: under vmap it must not."""
+    if not _in_transform():
+        return stock(ctx, *gradients)
+    with compat.outside_of_transforms():
+        return stock(ctx, *gradients)
 
 
 def _backward_once(stock: Callable[..., Any], ctx: Any, names: Functions | None, gradients: tuple[Any, ...]) -> Any:
@@ -169,5 +181,11 @@ PATCHES = [
         "a gradient that is undefined is zeros to the backward of a call, and second derivatives are lost",
         takes=("ctx, *raw_args",),
         needed=True,
+    ),
+    Patch(
+        "thunder.executors.torch_autograd:ThunderOutputFunction.backward",
+        lambda stock: staticmethod(partial(hand_on, stock)),
+        "gradients for many cotangents at once (is_grads_batched=True) are refused",
+        takes=("ctx, *args",),
     ),
 ]

@@ -43,7 +43,7 @@ class _Notes(threading.local):
         self.unreached: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
         self.differentiable: weakref.WeakKeyDictionary[Any, list[bool]] = weakref.WeakKeyDictionary()
         self.programs: weakref.WeakKeyDictionary[Any, again.Program] = weakref.WeakKeyDictionary()
-        self.generators: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self.draws: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
 _notes = _Notes()
@@ -66,7 +66,7 @@ def differentiate(stock: Callable[..., Any], trace: Any) -> Any:
     differentiable = [gradflow.requires_grad(trace, o) and first[o.name] == i for i, o in enumerate(outputs)]
     _notes.differentiable[get_compile_data()] = differentiable
     _notes.programs[get_compile_data()] = again.Program(trace, differentiable)
-    _notes.generators[get_compile_data()] = again.record_generators(trace)
+    _notes.draws[get_compile_data()] = again.may_draw(trace)
     tracked = [o for o, d in zip(outputs, differentiable, strict=True) if d]
     calls, results, arguments = reach_of_calls(trace, tracked, _edges)
     _notes.reach[get_compile_data()] = arguments
@@ -216,10 +216,9 @@ def split(stock: Callable[..., Any], joint: Any) -> tuple[Any, Any]:
     if not kept:
         return forward, None
     functions = _functions(forward)
-    noted = [functions]
-    generators = _notes.generators.pop(get_compile_data(), None)
-    if generators is not None:
-        noted.append(generators)
+    noted: list[Any] = [functions]
+    if _notes.draws.pop(get_compile_data(), False):
+        noted.append(again.record_generators(forward))
     _save(forward, noted)
     _take_cotangents(backward, kept, extra=len(noted))
     return forward, backward

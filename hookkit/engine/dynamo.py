@@ -18,6 +18,7 @@ from torch._dynamo.exc import TorchDynamoException, Unsupported
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import VariableTracker
 
+from hookkit.engine.graph_modules import is_once_differentiable, write_no_grad
 from hookkit.patch import Patch, around_method
 
 __all__ = ["PATCHES", "apply", "call_method", "var_getattr"]
@@ -40,8 +41,12 @@ def apply(function: Any, stock: Callable[..., Any], tx: Any, args: Any, kwargs: 
         _leave(owner.__name__, "its backward takes one list of gradients")
     if function.source is None and getattr(sys.modules.get(owner.__module__), owner.__name__, None) is not owner:
         _leave(owner.__name__, "Dynamo does not know where the class comes from, and takes it for a global")
+    installed = set(tx.output.nn_modules)
     try:
-        return stock(function, tx, args, kwargs)
+        result = stock(function, tx, args, kwargs)
+        if is_once_differentiable(owner):
+            _write_no_grad(tx.output.nn_modules, installed)
+        return result
     except TorchDynamoException:  # what it says to itself, or to the user
         raise
     except Exception as error:
@@ -50,6 +55,17 @@ def apply(function: Any, stock: Callable[..., Any], tx: Any, args: Any, kwargs: 
             if isinstance(method, FunctionType):
                 skip_code(method.__code__)
         _leave(owner.__name__, f"Dynamo fails with {type(error).__name__}: {error}", error)
+
+
+def _write_no_grad(modules: dict[str, Any], before: set[str]) -> None:
+    """Let a backward that is once differentiable switch grad mode off: Dynamo leaves that out where it is off already.
+
+    ``graph_modules.as_function`` knows it by that.
+    """
+    name = next((n for n in reversed(modules) if n not in before and n.startswith("bwd_body")), None)
+    if name is None:
+        _leave("a Function", "its backward is once_differentiable, and Dynamo puts it where hookkit does not look")
+    write_no_grad(modules[name])
 
 
 def call_method(ctx: Any, stock: Callable[..., Any], tx: Any, name: str, args: Any, kwargs: Any) -> Any:

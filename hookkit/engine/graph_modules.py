@@ -9,7 +9,26 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.fx import GraphModule, Node
 
-__all__ = ["as_function"]
+__all__ = ["as_function", "is_once_differentiable", "write_no_grad"]
+
+_ONCE = once_differentiable(lambda ctx: None).__code__  # type: ignore[attr-defined]
+
+
+def is_once_differentiable(function: type[Any]) -> bool:
+    """Whether a Function's backward is marked with ``once_differentiable``."""
+    return getattr(function.backward, "__code__", None) is _ONCE
+
+
+def write_no_grad(module: GraphModule) -> None:
+    """Have all of a graph run with grad mode off, inside of what switches it already."""
+    switch, graph = torch._C._set_grad_enabled, module.graph
+    with graph.inserting_before(_computes_first(module)):
+        for value in (False, False):
+            graph.call_function(switch, (value,))
+    with graph.inserting_before(next(n for n in graph.nodes if n.op == "output")):
+        for value in (False, True):
+            graph.call_function(switch, (value,))
+    module.recompile()
 
 
 def as_function(fwd: GraphModule, bwd: GraphModule) -> tuple[GraphModule, Callable[..., Any]]:
