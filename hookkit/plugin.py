@@ -22,7 +22,8 @@ from thunder.core.proxies import NumberProxy, TensorProxy
 from thunder.core.symbol import Symbol
 from thunder.core.utils import AutocastStack
 from thunder.dynamo import splitter
-from thunder.executors.torch_autograd import ThunderFunction
+from thunder.dynamo.compiler import ThunderCompiler
+from thunder.executors.torch_autograd import ThunderFunction, ThunderOutputFunction
 from thunder.transforms import autodiff
 from torch._dynamo.variables.higher_order_ops import AutogradFunctionApplyVariable
 from torch._dynamo.variables.misc import AutogradFunctionContextVariable as ContextVariable
@@ -41,6 +42,7 @@ from hookkit.engine import (
     modules,
     mutation,
     operations,
+    outside,
     recomputation,
     shortcuts,
     threads,
@@ -183,6 +185,8 @@ def _patches() -> list[Patch]:
         Patch(thunder, "thunder_general_jit", partial(trace_program, thunder.thunder_general_jit)),
         Patch(thunder, "insert_alias_updates", partial(functionalise_program, thunder.insert_alias_updates)),
         Patch(thunder, "connect_to_autograd", partial(connection.connect, thunder.connect_to_autograd)),
+        Patch(thunder, "transform_to_torch_types", partial(outside.check_inputs, thunder.transform_to_torch_types)),
+        Patch(ThunderCompiler, "__call__", partialmethod(dynamo.compile_graph, ThunderCompiler.__call__)),
         Patch(splitter, name, partial(corrections.unsupported_nodes, getattr(splitter, name))),
         Patch(thunder.plugins.names_to_plugins, "hookkit", Plugin),
         Patch(FunctionCtx, "set_materialize_grads", set_materialize_grads),
@@ -197,6 +201,11 @@ def _patches() -> list[Patch]:
             Patch(AutogradFunctionApplyVariable, n, partialmethod(step, getattr(AutogradFunctionApplyVariable, n)))
             for n, step in dynamo.STEPS.items()
             if hasattr(AutogradFunctionApplyVariable, n)
+        ),
+        Patch(
+            ThunderOutputFunction,
+            "backward",
+            staticmethod(partial(connection.hand_over, ThunderOutputFunction.backward)),
         ),
         Patch(ThunderFunction, "backward", staticmethod(partial(connection.backward, ThunderFunction.backward))),
     ]
@@ -214,6 +223,8 @@ def _cache_info(stock: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, A
     def _get_cache_info() -> dict[str, Any]:
         info = stock()
         if RULES_KEY not in info:
+            if outside.is_transform_active() and (call := sys._getframe(1)).f_code.co_name.startswith("get_computation"):
+                outside.refuse_transformed(call.f_locals["args"], call.f_locals["kwargs"])
             info[RULES_KEY] = registry.fingerprint()
             info[caching.SETTINGS] = caching.settings()
             return info

@@ -24,7 +24,7 @@ import attrs
 import torch
 from thunder.core.compile_data import _compile_data
 
-from hookkit.engine import records
+from hookkit.engine import outside, records
 from hookkit.engine.effects import State
 from hookkit.engine.values import children, is_container
 
@@ -211,6 +211,7 @@ _SETTINGS = (
     torch._C._get_deterministic_algorithms_warn_only,
     torch._C._get_cudnn_benchmark,
     torch._C._get_cudnn_deterministic,
+    outside.is_transform_active,
 )
 
 

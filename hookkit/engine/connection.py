@@ -7,14 +7,19 @@ it is differentiable once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from thunder.executors.torch_autograd import ThunderFunction, ThunderOutputFunction
+from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.nn import Parameter
 
 from hookkit.engine import reach
+from hookkit.errors import HookError
 
-__all__ = ["Functions", "backward", "connect"]
+__all__ = ["Functions", "backward", "connect", "hand_over"]
 
 
 _NODES = (ThunderFunction, ThunderOutputFunction)
@@ -34,6 +39,37 @@ class Functions(str):
     undefined: Sequence[bool] = ()
 
 
+class _Saved(tuple[Any, ...]):
+    """What a forward saves beside tensors.
+
+    Attributes:
+        origin: what leads where those of the program's arguments come from that are no leaves, if there are any.
+    """
+
+    origin: torch.Tensor | None = None
+
+
+class _Origin(torch.autograd.Function):
+    """Makes a tensor without elements that leads to others, and keeps nothing of them but their place in the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> NoReturn:
+        raise AssertionError("it is behind the refusal of a second derivative")
+
+
+def _origin(arguments: Sequence[Any]) -> torch.Tensor | None:
+    # parameters, which are most of them, are leaves
+    made = [a for a in arguments if type(a) is not Parameter and isinstance(a, Tensor) and a.grad_fn is not None]
+    if not made:
+        return None
+    with torch.enable_grad():
+        return _Origin.apply(*made)  # type: ignore[no-any-return,no-untyped-call]
+
+
 def connect(stock: Callable[..., Any], **connection: Any) -> Any:
     """Connect a program's outputs to autograd, and note in its backward which gradients are undefined.
 
@@ -41,14 +77,16 @@ def connect(stock: Callable[..., Any], **connection: Any) -> Any:
         stock: ``thunder.executors.torch_autograd.connect_to_autograd``.
         **connection: its arguments.
     """
-    others = connection["saved_other"]
+    others = connection["saved_other"] = _Saved(connection["saved_other"])
+    others.origin = _origin(connection["flat_args"])
     names = next((o for o in reversed(others) if isinstance(o, Functions)), None)
     if names is None:
         return stock(**connection)
     undefined: list[bool] = []
     of_this_call = Functions(names)
     of_this_call.reach, of_this_call.undefined = names.reach, undefined
-    connection["saved_other"] = tuple(of_this_call if o is names else o for o in others)
+    connection["saved_other"] = _Saved(of_this_call if o is names else o for o in others)
+    connection["saved_other"].origin = others.origin
     if names.unreached:  # PyTorch would run what made them, without a gradient
         arguments = connection["flat_args"] = list(connection["flat_args"])
         for place in names.unreached:
@@ -77,6 +115,30 @@ def backward(stock: Callable[..., Any], ctx: Any, *gradients: Any) -> Any:
         *gradients: its gradients.
     """
     names = next((o for o in reversed(ctx.saved_other or ()) if isinstance(o, Functions)), None)
+    if not torch.is_grad_enabled():
+        return _first_derivative(stock, ctx, names, gradients)
+    # with create_graph=True; thunder empties the list of the gradients
+    received = [g for g in (ctx.side_channel or {}).get("bw", gradients) if isinstance(g, torch.Tensor)]
+    return _refuse_second(ctx, names, received, _first_derivative(stock, ctx, names, gradients))
+
+
+def hand_over(stock: Callable[..., Any], ctx: Any, *gradients: Any) -> Any:
+    """Hand the gradients of a program's outputs over to its backward, also those of a batch (``is_grads_batched``).
+
+    thunder makes a random tensor to stand for them, which PyTorch's vmap refuses to do.
+
+    Args:
+        stock: ``thunder.executors.torch_autograd.ThunderOutputFunction.backward``.
+        ctx: its ctx.
+        *gradients: its gradients.
+    """
+    if not torch._C._are_functorch_transforms_active():
+        return stock(ctx, *gradients)
+    with temporarily_clear_interpreter_stack():
+        return stock(ctx, *gradients)
+
+
+def _first_derivative(stock: Callable[..., Any], ctx: Any, names: Functions | None, gradients: Any) -> Any:
     if names is None:
         return stock(ctx, *gradients)
     with reach.running(names.undefined):
@@ -85,16 +147,31 @@ def backward(stock: Callable[..., Any], ctx: Any, *gradients: Any) -> Any:
             leading = len(result) - len(names.reach)
             kept = [None if reach.none_used(r) else g for r, g in zip(names.reach, result[leading:], strict=True)]
             result = (*result[:leading], *kept)
-    if not names or not torch.is_grad_enabled():
-        return result
-    message = (
-        f"the second derivative through {names} is not supported in a program compiled by thunder, which is "
-        "differentiable once (once_differentiable); compute it (create_graph=True) outside the compiled program"
-    )
-    tensors = [g for g in result if isinstance(g, torch.Tensor)]
-    # the refusal must lie on the way from the gradients to the program's inputs
+    return result
+
+
+def _refuse_second(ctx: Any, names: Functions | None, received: list[torch.Tensor], result: Any) -> Any:
+    """The gradients that a program's backward returns, with the refusal of what is computed from them backwards.
+
+    It lies on the way from them to all that they depend on: the program's inputs, and the gradients that it got.
+    """
     inputs = [node.variable for node, _ in ctx.next_functions if hasattr(node, "variable")]
-    inputs += [g for g in gradients if isinstance(g, torch.Tensor) and g.requires_grad]
-    refused = torch._C._functions.DelayedError(message, len(tensors) + len(inputs))(*tensors, *inputs)
-    iterator = iter(refused if isinstance(refused, tuple) else (refused,))
+    inputs += [g for g in (*received, getattr(ctx.saved_other, "origin", None)) if g is not None and g.requires_grad]
+    tensors = [g for g in result if isinstance(g, torch.Tensor)]
+    if not tensors or not inputs:
+        return result
+    # of a batch, in vmap, the graph is made of operations; sparse gradients cannot be added to
+    batched = torch._C._are_functorch_transforms_active()
+    passed = [torch.zeros(())] if batched else tensors
+    refused = torch._C._functions.DelayedError("", len(passed) + len(inputs))(*passed, *inputs)
+    refused[0].grad_fn.register_prehook(partial(_raise_refusal, names))
+    iterator = iter([g + refused[0] for g in tensors] if batched else refused)
     return tuple(next(iterator) if isinstance(g, torch.Tensor) else g for g in result)
+
+
+def _raise_refusal(names: Functions | None, gradients: Any) -> NoReturn:
+    raise HookError(
+        f"the second derivative {f'through {names} ' if names else ''}is not supported in a program compiled by thunder, "
+        "which is differentiable once (once_differentiable); compute it (create_graph=True, or "
+        "torch.autograd.functional.hessian, hvp and others) with the function as it is, outside the compiled program"
+    )

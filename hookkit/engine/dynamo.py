@@ -13,12 +13,15 @@ from types import FunctionType
 from typing import Any, NoReturn
 
 import thunder.dynamo.compiler
+import torch
 from torch._dynamo.decorators import skip_code  # type: ignore[attr-defined]
 from torch._dynamo.exc import TorchDynamoException, Unsupported
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import VariableTracker
 
-__all__ = ["STEPS", "apply", "call_method", "var_getattr"]
+from hookkit.engine.outside import is_transform_active, is_transformed
+
+__all__ = ["STEPS", "apply", "call_method", "compile_graph", "var_getattr"]
 
 
 def _is_for_thunder() -> bool:
@@ -27,6 +30,25 @@ def _is_for_thunder() -> bool:
     while wrapped := getattr(backend, "_torchdynamo_orig_backend", None) or getattr(backend, "compiler_fn", None):
         backend = wrapped
     return isinstance(backend, thunder.dynamo.compiler.ThunderCompiler)
+
+
+def compile_graph(compiler: Any, stock: Callable[..., Any], graph: Any, sample_args: Any) -> Any:
+    """``ThunderCompiler.__call__``; a graph with a transform of ``torch.func`` in it or around it runs eagerly.
+
+    So does one with forward-mode differentiation. Their tensors stand for more than their data, which a trace would
+    lose, and so might inductor, to which ``thunderfx`` gives what thunder does not support. Dynamo guards on what is
+    around the graph.
+    """
+    transformed = any(is_transformed(a) for a in sample_args if isinstance(a, torch.Tensor))
+    if transformed or is_transform_active() or any(_is_of_transform(n.target) for n in graph.graph.nodes):
+        return graph.forward
+    return stock(compiler, graph, sample_args)
+
+
+def _is_of_transform(target: Any) -> bool:
+    """Whether a function of one of Dynamo's graphs belongs to ``torch.func``, or to forward-mode differentiation."""
+    name = f"{getattr(target, '__module__', None)}.{getattr(target, '__name__', None)}"
+    return any(part in name for part in ("_functorch", "forward_ad", "_dual_level", "_make_dual", "_unpack_dual"))
 
 
 def apply(function: Any, stock: Callable[..., Any], tx: Any, args: Any, kwargs: Any) -> Any:
@@ -38,6 +60,8 @@ def apply(function: Any, stock: Callable[..., Any], tx: Any, args: Any, kwargs: 
         _leave(owner.__name__, "its backward takes one list of gradients")
     if function.source is None and getattr(sys.modules.get(owner.__module__), owner.__name__, None) is not owner:
         _leave(owner.__name__, "Dynamo does not know where the class comes from, and takes it for a global")
+    if is_transform_active():
+        _leave(owner.__name__, "Dynamo traces its forward alone inside of a transform, as of torch.func")
     try:
         return stock(function, tx, args, kwargs)
     except TorchDynamoException:  # what it says to itself, or to the user

@@ -29,6 +29,10 @@ FUNCTIONS += [
     for name in ("grad", "grad_and_value", "hessian", "jacfwd", "jacrev", "jvp", "linearize", "vjp")
     if hasattr(torch.func, name)
 ]
+# torch.autograd.functional takes what does not require grad for a constant, and returns zeros
+FUNCTIONS += [getattr(torch.autograd.functional, name) for name in ("hessian", "hvp", "jacobian", "jvp", "vhp", "vjp")]
+FUNCTIONS += [torch.autograd.forward_ad.enter_dual_level, torch.autograd.forward_ad.make_dual]
+FUNCTIONS += [torch.autograd.forward_ad.unpack_dual, torch.autograd.forward_ad.dual_level.__enter__]
 
 
 @hookkit.rule(FUNCTIONS, mode="trace", pass_call=True, priority=-100)
