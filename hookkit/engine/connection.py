@@ -101,7 +101,9 @@ def backward(stock: Callable[..., Any], ctx: Any, *gradients: Any) -> Any:
                 return _backward_again(ctx, names, gradients)
         except NotAgain as error:
             obstacle = str(error)
-        return _refusing(ctx, obstacle, gradients, _backward_once(stock, ctx, names, gradients))
+        inputs = [v for v in (names.kept.inputs or ()) if isinstance(v, torch.Tensor)] if names and names.kept else []
+        received = [*(ctx.side_channel or {}).get("bw", gradients)]  # thunder empties the list of the gradients
+        return _refusing(obstacle, [*inputs, *received], _backward_once(stock, ctx, names, gradients))
     return _backward_once(stock, ctx, names, gradients)
 
 
@@ -152,16 +154,13 @@ def _backward_again(ctx: Any, names: Functions, gradients: tuple[Any, ...]) -> t
     return (*[None] * leading, *found)
 
 
-def _refusing(ctx: Any, obstacle: str, gradients: tuple[Any, ...], result: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Gradients whose own derivative is refused."""
+def _refusing(obstacle: str, depends_on: list[Any], result: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Gradients whose own derivative is refused: on the way from them to all that they depend on."""
     message = (
         f"the second derivative of a program compiled by thunder cannot be computed: {obstacle}. PyTorch would have to "
         "run the program again; compute the derivative (create_graph=True) of the function that is not compiled"
     )
-    # the refusal must lie on the way from the gradients to the program's inputs
-    inputs = [node.variable for node, _ in ctx.next_functions if hasattr(node, "variable")]
-    inputs += [g for g in gradients if isinstance(g, torch.Tensor) and g.requires_grad]
-    return refusing(message, result, inputs)
+    return refusing(message, result, [t for t in depends_on if isinstance(t, torch.Tensor) and t.requires_grad])
 
 
 PATCHES = [
