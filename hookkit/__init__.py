@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         RegistrationError,
         RegistrationWarning,
         TargetWarning,
+        TransformWarning,
         UntraceableError,
     )
     from hookkit.forms import forms
@@ -58,6 +59,7 @@ __all__ = [
     "Rule",
     "Source",
     "TargetWarning",
+    "TransformWarning",
     "UntraceableError",
     "decline",
     "disable",
@@ -93,6 +95,8 @@ _MODULES = {
         "RegistrationError",
         "RegistrationWarning",
         "TargetWarning",
+        "TransformWarning",
+        "TransformWarning",
         "UntraceableError",
     ),
     "forms": ("forms",),

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.autograd import Function
+from torch.autograd import Function, forward_ad
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.fx import GraphModule
 from torch.fx._lazy_graph_module import _LazyGraphModule
@@ -27,7 +27,9 @@ __all__ = [
     "active_measures",
     "apply_of",
     "autograd_registration",
+    "batched_depth",
     "composite_kernel",
+    "dual_level",
     "function_owner",
     "gradient_edge",
     "graph_is_kept",
@@ -35,7 +37,9 @@ __all__ = [
     "importing_thunder",
     "is_optimized",
     "nodes_need_owners",
+    "outside_of_transforms",
     "realise_graph_module",
+    "transforms_are_active",
 ]
 
 
@@ -184,6 +188,42 @@ def graph_is_kept() -> bool:
     if torch._C._current_graph_task_id() == -1:
         return False
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def transforms_are_active() -> bool:
+    """Whether a transform of ``torch.func`` is active."""
+    # torch 2.7 to 2.15 have it; torch.autograd.Function.apply asks it.
+    return torch._C._are_functorch_transforms_active()
+
+
+def batched_depth() -> int:
+    """In how many ``is_grads_batched=True`` the backward runs: they use the vmap that was there before torch.func."""
+    # torch 2.7 to 2.15: torch/_vmap_internals.py. The depth is told by what changes it only.
+    depth = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    return depth
+
+
+def dual_level() -> int:
+    """How many levels of forward-mode AD are entered, less one."""
+    # torch 2.7 to 2.15 have it; torch/autograd/forward_ad.py. There is no public way to ask.
+    return forward_ad._current_level  # type: ignore[no-any-return]
+
+
+@contextmanager
+def outside_of_transforms() -> Iterator[None]:
+    """The time in which no transform is active, whatever is active around it."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    depth = batched_depth()
+    for _ in range(depth):
+        torch._C._vmapmode_decrement_nesting()
+    try:
+        with temporarily_clear_interpreter_stack():
+            yield
+    finally:
+        for _ in range(depth):
+            torch._C._vmapmode_increment_nesting()
 
 
 def apply_of(function: type[Function]) -> Callable[..., Any]:

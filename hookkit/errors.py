@@ -20,6 +20,7 @@ __all__ = [
     "RegistrationError",
     "RegistrationWarning",
     "TargetWarning",
+    "TransformWarning",
     "UntraceableError",
     "warn_at",
 ]
@@ -70,6 +71,10 @@ class TargetWarning(UserWarning):
 
 class RegistrationWarning(UserWarning):
     """A rule was declared and never finished, so that it registers nothing: no forward provider was decorated."""
+
+
+class TransformWarning(UserWarning):
+    """A compiled program runs in eager PyTorch, because a transform of ``torch.func`` or forward-mode AD is active."""
 
 
 class PluginWarning(UserWarning):

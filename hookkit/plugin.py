@@ -32,6 +32,7 @@ SOURCES: dict[str, dict[str, Any]] = {
     "hookkit.engine.calls": _ALL,
     "hookkit.engine.functionalise": _ALL,
     "hookkit.engine.connection": _ALL,
+    "hookkit.engine.transforms": _ALL,
     "hookkit.engine.threads": _ALL,
     "hookkit.engine.caching": _ALL,
     "hookkit.engine.opaque": _ALL,

@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from thunder.core import dtypes, prims
-from thunder.core.compile_data import get_compile_data, get_compile_option
+from thunder.core.compile_data import get_compile_data
 from thunder.core.devices import cpu
 from thunder.core.proxies import CollectionProxy, Proxy, ProxyTag, TensorProxy
 from thunder.core.pytree import tree_flatten_with_dataclass
 from thunder.core.symbol import BoundSymbolTag
 from thunder.core.trace import tracectx
 
-from hookkit.engine import gradflow
+from hookkit.engine import again, gradflow
 from hookkit.engine.connection import Functions
 from hookkit.engine.mutation import Retrace
 from hookkit.engine.reach import Reach, reach_of_calls, sources_of_gradients, unreached_arguments, where_added
@@ -42,6 +42,8 @@ class _Notes(threading.local):
         self.reach: weakref.WeakKeyDictionary[Any, list[Reach | None]] = weakref.WeakKeyDictionary()
         self.unreached: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
         self.differentiable: weakref.WeakKeyDictionary[Any, list[bool]] = weakref.WeakKeyDictionary()
+        self.programs: weakref.WeakKeyDictionary[Any, again.Program] = weakref.WeakKeyDictionary()
+        self.draws: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
 _notes = _Notes()
@@ -63,6 +65,8 @@ def differentiate(stock: Callable[..., Any], trace: Any) -> Any:
     first = {getattr(o, "name", None): i for i, o in reversed(list(enumerate(outputs)))}
     differentiable = [gradflow.requires_grad(trace, o) and first[o.name] == i for i, o in enumerate(outputs)]
     _notes.differentiable[get_compile_data()] = differentiable
+    _notes.programs[get_compile_data()] = again.Program(trace, differentiable)
+    _notes.draws[get_compile_data()] = again.may_draw(trace)
     tracked = [o for o, d in zip(outputs, differentiable, strict=True) if d]
     _notes.unreached[get_compile_data()] = unreached_arguments(trace, tracked)
     for place, reached in reach_of_calls(trace, tracked, _edges).items():
@@ -247,11 +251,11 @@ def split(stock: Callable[..., Any], joint: Any) -> tuple[Any, Any]:
     if not kept:
         return forward, None
     functions = _functions(forward)
-    stated = get_compile_option("is_differentiable_outputs", "which outputs are differentiable") is not None
-    is_noted = bool(functions or functions.reach or functions.unreached or stated)
-    if is_noted:
-        _save(forward, functions)
-    _take_cotangents(backward, kept, extra=is_noted)
+    noted: list[Any] = [functions]
+    if _notes.draws.pop(get_compile_data(), False):
+        noted.append(again.record_generators(forward))
+    _save(forward, noted)
+    _take_cotangents(backward, kept, extra=len(noted))
     return forward, backward
 
 
@@ -271,15 +275,16 @@ def _functions(forward: Any) -> Functions:
     functions.reach = _notes.reach.pop(get_compile_data(), [])
     unreached = _notes.unreached.pop(get_compile_data(), ())
     arguments = forward.bound_symbols[-1].args[0]["flat_args"]
+    functions.program = _notes.programs.pop(get_compile_data())
     functions.unreached = [i for i, a in enumerate(arguments) if getattr(a, "name", None) in unreached]
     return functions
 
 
-def _save(forward: Any, functions: Functions) -> None:
+def _save(forward: Any, noted: list[Any]) -> None:
     """Hand something on to the backward."""
     returned = forward.bound_symbols[-1]
     values, (tensors, others) = returned.args
-    forward.bound_symbols[-1] = returned.from_bsym(args=(values, (tensors, (*others, functions))))
+    forward.bound_symbols[-1] = returned.from_bsym(args=(values, (tensors, (*others, *noted))))
 
 
 def _add_something_backward(joint: Any) -> None:
@@ -306,14 +311,14 @@ def _without_extra_outputs(forward: Any, count: int, differentiable: list[bool])
     return forward
 
 
-def _take_cotangents(backward: Any, kept: list[int], extra: bool) -> None:
+def _take_cotangents(backward: Any, kept: list[int], extra: int) -> None:
     """Let the backward take the gradients of the outputs that are connected to autograd, and no others.
 
     All that it takes is unpacked, also what it does not use: thunder's ``ThunderFunction`` wants its lists emptied.
     """
     (tensors, others), cotangents = backward.args
     cotangents = [cotangents[i] for i in kept]
-    others = [*others, None] if extra else others
+    others = [*others, *[None] * extra]
     consuming = [b for b in backward.bound_symbols if b.sym.id not in (prims.PrimIDs.RETURN, prims.PrimIDs.DEL)]
     consumed = {a.name for b in consuming if not gradflow.is_opaque_backward(b) for a in b.flat_proxy_args}
     for bsym in backward.bound_symbols:

@@ -18,9 +18,11 @@ from torch._dynamo.exc import TorchDynamoException, Unsupported
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import VariableTracker
 
+from hookkit.engine import transforms
+from hookkit.engine.graph_modules import is_once_differentiable, write_no_grad
 from hookkit.patch import Patch, around_method
 
-__all__ = ["PATCHES", "apply", "call_method", "var_getattr"]
+__all__ = ["PATCHES", "apply", "call_method", "compile_graph", "var_getattr"]
 
 
 def _is_for_thunder() -> bool:
@@ -29,6 +31,24 @@ def _is_for_thunder() -> bool:
     while wrapped := getattr(backend, "_torchdynamo_orig_backend", None) or getattr(backend, "compiler_fn", None):
         backend = wrapped
     return isinstance(backend, thunder.dynamo.compiler.ThunderCompiler)
+
+
+def compile_graph(compiler: Any, stock: Callable[..., Any], graph: Any, sample_args: Any, **options: Any) -> Any:
+    """``ThunderCompiler.__call__``; a graph with a transform of ``torch.func`` in it or around it runs eagerly.
+
+    So does one with forward-mode differentiation. Their tensors stand for more than their data, which a trace would
+    lose, and so might inductor, to which ``thunderfx`` gives what thunder does not support. Dynamo guards on what is
+    around the graph.
+    """
+    if transforms.active() or any(_is_of_transform(n.target) for n in graph.graph.nodes):
+        return graph.forward
+    return stock(compiler, graph, sample_args, **options)
+
+
+def _is_of_transform(target: Any) -> bool:
+    """Whether a function of one of Dynamo's graphs belongs to ``torch.func``, or to forward-mode differentiation."""
+    name = f"{getattr(target, '__module__', None)}.{getattr(target, '__name__', None)}"
+    return any(part in name for part in ("_functorch", "forward_ad", "_dual_level", "_make_dual", "_unpack_dual"))
 
 
 def apply(function: Any, stock: Callable[..., Any], tx: Any, args: Any, kwargs: Any) -> Any:
@@ -40,8 +60,14 @@ def apply(function: Any, stock: Callable[..., Any], tx: Any, args: Any, kwargs: 
         _leave(owner.__name__, "its backward takes one list of gradients")
     if function.source is None and getattr(sys.modules.get(owner.__module__), owner.__name__, None) is not owner:
         _leave(owner.__name__, "Dynamo does not know where the class comes from, and takes it for a global")
+    if transforms.active():
+        _leave(owner.__name__, "Dynamo traces its forward alone inside of a transform, as of torch.func")
+    installed = set(tx.output.nn_modules)
     try:
-        return stock(function, tx, args, kwargs)
+        result = stock(function, tx, args, kwargs)
+        if is_once_differentiable(owner):
+            _write_no_grad(tx.output.nn_modules, installed)
+        return result
     except TorchDynamoException:  # what it says to itself, or to the user
         raise
     except Exception as error:
@@ -50,6 +76,17 @@ def apply(function: Any, stock: Callable[..., Any], tx: Any, args: Any, kwargs: 
             if isinstance(method, FunctionType):
                 skip_code(method.__code__)
         _leave(owner.__name__, f"Dynamo fails with {type(error).__name__}: {error}", error)
+
+
+def _write_no_grad(modules: dict[str, Any], before: set[str]) -> None:
+    """Let a backward that is once differentiable switch grad mode off: Dynamo leaves that out where it is off already.
+
+    ``graph_modules.as_function`` knows it by that.
+    """
+    name = next((n for n in reversed(modules) if n not in before and n.startswith("bwd_body")), None)
+    if name is None:
+        _leave("a Function", "its backward is once_differentiable, and Dynamo puts it where hookkit does not look")
+    write_no_grad(modules[name])
 
 
 def call_method(ctx: Any, stock: Callable[..., Any], tx: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -119,6 +156,13 @@ _FUNCTION = "torch._dynamo.variables.misc:AutogradFunctionVariable"
 _CONTEXT = "torch._dynamo.variables.misc:AutogradFunctionContextVariable"
 _APPLY = "torch._dynamo.variables.higher_order_ops:AutogradFunctionApplyVariable"
 PATCHES = [
+    Patch(
+        "thunder.dynamo.compiler:ThunderCompiler.__call__",
+        around_method(compile_graph),
+        "a transform of torch.func in a program of thunderfx may be lost",
+        takes=("self, gm, sample_args", "self, gm, sample_args, **compile_options"),
+        concerns_thunderfx=True,
+    ),
     _patch(f"{_FUNCTION}.call_apply", apply, "self, tx, args, kwargs"),
     _patch(f"{_CONTEXT}.call_method", call_method, "self, tx, name, args, kwargs"),
     _patch(f"{_CONTEXT}.var_getattr|tp_getattro_impl", var_getattr, "self, tx, name"),

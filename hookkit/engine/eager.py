@@ -32,6 +32,7 @@ __all__ = [
     "EagerResult",
     "EagerState",
     "OpaqueState",
+    "autocast_regions",
     "fill",
     "is_own_leaf",
     "provider_callee",
@@ -301,7 +302,7 @@ def run_eagerly(
     versions = [v._version if _has_version(v) else None for v in prepared]
     before = list(prepared)
     args, kwargs = fill(arguments, prepared)
-    with torch.set_grad_enabled(grad_mode), _autocast(autocasts):
+    with torch.set_grad_enabled(grad_mode), autocast_regions(autocasts):
         output = callee(*args, **kwargs)
     changed = [i for i, v in enumerate(versions) if v is not None and (i in written or before[i]._version != v)]
     edges: list[Any] = []
@@ -360,7 +361,8 @@ def _has_version(value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _autocast(regions: Sequence[Autocast]) -> Iterator[None]:
+def autocast_regions(regions: Sequence[Autocast]) -> Iterator[None]:
+    """The time in which autocast is as it was around a call."""
     with contextlib.ExitStack() as stack:
         for region in regions:
             stack.enter_context(torch.autocast(region.device, region.dtype, enabled=region.enabled))

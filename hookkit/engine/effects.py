@@ -215,9 +215,13 @@ class Generators:
 
     def drawn_from(self) -> bool:
         """Whether a number has been drawn since."""
+        return self.drawn_elsewhere() or not torch.equal(torch.random.get_rng_state(), self.torch)
+
+    def drawn_elsewhere(self) -> bool:
+        """Whether a number has been drawn since from a generator that is not torch's."""
         now = Generators.now()
         numpys = now.numpy is not None and self.numpy is not None and _key(now.numpy) != _key(self.numpy)
-        return bool(now.python != self.python or numpys or not torch.equal(now.torch, self.torch))
+        return bool(now.python != self.python or numpys)
 
     def restore(self) -> None:
         """Put the generators back."""

@@ -23,11 +23,14 @@ from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, get_tracectx, tracectx
 from thunder.extend import ImplInfo
 
+from hookkit.call import Call
 from hookkit.engine import gradflow
 from hookkit.engine.reach import Reach, WhereUsed
+from hookkit.rule import Rule
 
 __all__ = [
     "Composite",
+    "Origin",
     "bind",
     "called",
     "export_leaks",
@@ -95,6 +98,21 @@ def make_symbol(
     )
 
 
+@attrs.frozen(eq=False)
+class Origin:
+    """The call that a composite was made of.
+
+    Attributes:
+        rule: the rule that took it.
+        call: the call.
+        returned: what it returned, as a tree of proxies.
+    """
+
+    rule: Rule
+    call: Call
+    returned: Any
+
+
 @attrs.define(eq=False)
 class Composite:
     """A traced call: what goes in, what comes out, and the recorded operations between.
@@ -119,6 +137,7 @@ class Composite:
         is_fed_undefined: whether another call returns None for the gradient of an output.
         undefined: outputs of earlier calls to whose backward this one feeds zeros, see ``feed_undefined``.
         gradient_names: the names in the joint trace of the gradients that it gives.
+        origin: the call, for PyTorch to run it again.
     """
 
     name: str
@@ -140,6 +159,7 @@ class Composite:
     is_fed_undefined: bool = False
     undefined: list[TensorProxy] = attrs.field(factory=list)
     gradient_names: list[str] = attrs.field(factory=list)
+    origin: Origin | None = None
 
     def residual_names(self) -> set[str]:
         """The names of the tensors that the backward reads."""

@@ -23,7 +23,7 @@ from hookkit.engine.effects import Generators, State
 from hookkit.engine.functionalise import functionalise
 from hookkit.engine.mutation import views_of_arguments
 from hookkit.engine.outside import gets_gradients, outside, refuse_missing
-from hookkit.engine.symbols import Composite, bind
+from hookkit.engine.symbols import Composite, Origin, bind
 from hookkit.engine.tracing import Attempt, is_made
 from hookkit.engine.values import (
     broadcasts_to,
@@ -191,6 +191,7 @@ def bind_call(invocation: Invocation, composite: Composite, returned: Any) -> An
         The wrapped result of the call.
     """
     jit = get_jit_ctx()
+    composite.origin = Origin(invocation.rule, invocation.call, returned)
     bind(jit.computation_trace, jit.ad_hoc_executor, composite)
     return wrap_result(returned, invocation.owner, *invocation.args)
 

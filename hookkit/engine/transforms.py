@@ -1,0 +1,98 @@
+"""Transforms around a compiled program: where one is active, PyTorch runs the program, eagerly.
+
+A program is compiled for plain tensors. Under ``torch.func.grad``, ``vmap`` and the like, and with dual tensors of
+forward-mode AD, tensors stand for more than their data; the program that was not compiled knows what to do with them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hookkit import compat
+from hookkit.errors import TransformWarning
+from hookkit.patch import Patch, around, around_method
+
+__all__ = ["PATCHES", "active"]
+
+_warned: set[str] = set()
+
+
+def active() -> str:
+    """The transform that is active, in words; empty if there is none."""
+    if compat.transforms_are_active():
+        return "a transform of torch.func"
+    if compat.dual_level() >= 0:
+        return "forward-mode AD"
+    return ""
+
+
+def leaves_to_pytorch(stock: Callable[[], bool]) -> bool:
+    """Whether a compiled program that is called runs in eager PyTorch.
+
+    Args:
+        stock: ``thunder.is_tracing``: thunder does it for a compiled program that is called while it traces another.
+    """
+    return stock() or bool(active())
+
+
+def warn(stock: Callable[[], None]) -> None:
+    """Say why a compiled program runs in eager PyTorch, once for each reason.
+
+    Args:
+        stock: what thunder says where the reason is that it traces another program.
+    """
+    reason = active()
+    if not reason:
+        stock()
+    elif reason not in _warned:
+        _warned.add(reason)
+        warnings.warn(
+            f"{reason} is active around a program compiled by thunder, which is compiled for plain tensors: PyTorch "
+            "runs the program that was not compiled, with the same result and eager PyTorch's speed and memory. To "
+            "be without this warning give the transform the program that is not compiled",
+            TransformWarning,
+            stacklevel=4,
+        )
+
+
+def call_graphs(compiled: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``ThunderFXCompiledObject.__call__``; under a transform Dynamo has nothing to do.
+
+    Args:
+        compiled: what ``thunderfx`` returned.
+        stock: its method.
+        *args: what it is called with.
+        **kwargs: the same, by keyword.
+    """
+    if not active() or torch.compiler.is_compiling():
+        return stock(compiled, *args, **kwargs)
+    warn(lambda: None)
+    with torch.compiler.set_stance("force_eager"):
+        return stock(compiled, *args, **kwargs)
+
+
+PATCHES = [
+    Patch(
+        "thunder:is_tracing",
+        around(leaves_to_pytorch),
+        "a transform of torch.func around a compiled program fails, and forward-mode AD ignores a Function's jvp",
+        takes=("",),
+        needed=True,
+    ),
+    Patch(
+        "thunder:_recursive_jit_call_warning",
+        around(warn),
+        "the warning that a program runs in eager PyTorch is missing",
+    ),
+    Patch(
+        "thunder.dynamo.compiler:ThunderFXCompiledObject.__call__",
+        around_method(call_graphs),
+        "forward-mode AD around a program of thunderfx ignores a Function's jvp",
+        takes=("self, *args, **kwargs",),
+        concerns_thunderfx=True,
+    ),
+]
