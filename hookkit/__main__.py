@@ -1,4 +1,8 @@
-"""The command line: ``python -m hookkit`` says what a bug report needs; ``python -m hookkit explain`` explains."""
+"""The command line.
+
+``python -m hookkit`` says what a bug report needs, ``check`` compares small programs with eager PyTorch on this
+installation, ``explain`` says which rules would take which calls of a program.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import attrs
 import torch
 
 import hookkit
-from hookkit import compat, plugin
+from hookkit import compat, doctor, plugin
 from hookkit.errors import HookError
 from hookkit.registry import ENTRY_POINT_GROUP, entry_points
 from hookkit.reporting import explain
@@ -30,10 +35,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the arguments after the program's name; those of the process by default.
 
     Returns:
-        The exit status: 0; 1 if the program to explain cannot be traced; 2 if the arguments are wrong.
+        The exit status: 0; 1 if a program differs from eager PyTorch or the one to explain cannot be traced; 2 if the
+        arguments are wrong.
     """
     parser = argparse.ArgumentParser(prog="python -m hookkit", description=__doc__)
     commands = parser.add_subparsers(dest="command")
+    command = commands.add_parser("check", help="compare small programs with eager PyTorch on this installation")
+    command.add_argument("--json", action="store_true", help="print JSON")
     command = commands.add_parser("explain", help="say which rules would take which calls of a program")
     command.add_argument("function", help="the program, as module:function")
     command.add_argument(
@@ -44,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
     try:
+        if options.command == "check":
+            return _check(options.json)
         if options.command == "explain":
             return _explain(options.function, options.inputs, options.json)
         print(_information())
@@ -62,15 +72,29 @@ def _information() -> str:
         for point, left_out in entry_points()
     ]
     lines = [
-        f"Python    {platform.python_version()} on {platform.platform()}",
-        f"torch     {torch.__version__}",
-        f"thunder   {importlib.metadata.version('lightning-thunder')}",
-        f"hookkit   {hookkit.__version__}, {'enabled' if plugin.is_enabled() else 'disabled'}",
+        *_version_lines(),
         *_section("compat measures", compat.active_measures()),
         *_section("rules", [f"{rule}{_open_names(rule)}" for rule in rules]),
         *_section(f"entry points {ENTRY_POINT_GROUP!r}", points),
     ]
     return "\n".join(lines)
+
+
+def _versions() -> dict[str, str]:
+    """What is installed here, and the GPU if there is one."""
+    versions = {
+        "Python": f"{platform.python_version()} on {platform.platform()}",
+        "torch": torch.__version__,
+        "thunder": importlib.metadata.version("lightning-thunder"),
+        "hookkit": f"{hookkit.__version__}, {'enabled' if plugin.is_enabled() else 'disabled'}",
+    }
+    if torch.cuda.is_available():
+        versions["CUDA"] = f"{torch.version.cuda}, {torch.cuda.get_device_name()}"
+    return versions
+
+
+def _version_lines() -> list[str]:
+    return [f"{name:<8}  {version}" for name, version in _versions().items()]
 
 
 def _section(title: str, items: Sequence[str]) -> list[str]:
@@ -81,6 +105,15 @@ def _open_names(rule: hookkit.Rule) -> str:
     states = [t.state for t in rule.targets if isinstance(t, NameTarget)]
     missing = [state for state in states if state != "resolved"]
     return f"; {'; '.join(missing)}" if missing else ""
+
+
+def _check(as_json: bool) -> int:
+    rows = list(doctor.check())
+    if as_json:
+        print(json.dumps({"versions": _versions(), "programs": [attrs.asdict(row) for row in rows]}, indent=2))
+    else:
+        print("\n".join([*_version_lines(), "", doctor.table(rows)]))
+    return 0 if all(row.ok for row in rows) else 1
 
 
 def _explain(function: str, inputs: str | None, as_json: bool) -> int:

@@ -30,6 +30,7 @@ __all__ = [
     "batched_depth",
     "composite_kernel",
     "dual_level",
+    "dynamo_knows_dirty",
     "function_owner",
     "gradient_edge",
     "graph_is_kept",
@@ -180,6 +181,16 @@ def higher_order_apply_targets() -> tuple[Callable[..., Any], ...]:
         getattr(autograd_function, "autograd_function_apply", None),
     )
     return tuple(dict.fromkeys(target for target in found if target is not None))
+
+
+def dynamo_knows_dirty() -> bool:
+    """Whether Dynamo says in ``autograd_function_apply`` which arguments a Function marks as dirty.
+
+    Up to torch 2.9 it forgets them. Delete this when torch 2.10 is the oldest.
+    """
+    from torch._dynamo.variables.higher_order_ops import AutogradFunctionApplyVariable
+
+    return hasattr(AutogradFunctionApplyVariable, "trace_forward_graph")
 
 
 def graph_is_kept() -> bool:

@@ -19,6 +19,7 @@ from pathlib import Path
 ORDER = [
     ["rules/"],
     ["__main__.py"],
+    ["doctor.py"],
     ["__init__.py"],
     ["pytest_plugin.py"],
     ["testing.py"],

@@ -18,11 +18,12 @@ from torch._dynamo.exc import TorchDynamoException, Unsupported
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import VariableTracker
 
+from hookkit import compat
 from hookkit.engine import transforms
 from hookkit.engine.graph_modules import is_once_differentiable, write_no_grad
 from hookkit.patch import Patch, around_method
 
-__all__ = ["PATCHES", "apply", "call_method", "compile_graph", "var_getattr"]
+__all__ = ["PATCHES", "apply", "compile_graph"]
 
 
 def _is_for_thunder() -> bool:
@@ -89,17 +90,14 @@ def _write_no_grad(modules: dict[str, Any], before: set[str]) -> None:
     write_no_grad(modules[name])
 
 
-def call_method(ctx: Any, stock: Callable[..., Any], tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """``AutogradFunctionContextVariable.call_method``, which forgets what a Function that runs marks."""
-    if name == "mark_non_differentiable" and not ctx.inference and _is_for_thunder():
-        _leave("a forward", "it marks outputs as non-differentiable")
-    return stock(ctx, tx, name, args, kwargs)
-
-
-def var_getattr(ctx: Any, stock: Callable[..., Any], tx: Any, name: str) -> Any:
-    """``AutogradFunctionContextVariable.var_getattr``, which takes a method for an attribute, or forgets its call."""
+def read_attribute(ctx: Any, stock: Callable[..., Any], tx: Any, name: str) -> Any:
+    """``AutogradFunctionContextVariable``'s way to an attribute, for methods that it makes nothing of, or forgets."""
     if name == "set_materialize_grads" and _is_for_thunder():
         _leave("a Function", "it calls set_materialize_grads")
+    if name == "mark_non_differentiable" and not ctx.inference and _is_for_thunder():
+        _leave("a forward", "it marks outputs as non-differentiable, and is compiled by itself")
+    if name == "mark_dirty" and not compat.dynamo_knows_dirty() and _is_for_thunder():
+        _leave("a Function", "it calls mark_dirty")
     return stock(ctx, tx, name)
 
 
@@ -164,8 +162,7 @@ PATCHES = [
         concerns_thunderfx=True,
     ),
     _patch(f"{_FUNCTION}.call_apply", apply, "self, tx, args, kwargs"),
-    _patch(f"{_CONTEXT}.call_method", call_method, "self, tx, name, args, kwargs"),
-    _patch(f"{_CONTEXT}.var_getattr|tp_getattro_impl", var_getattr, "self, tx, name"),
+    _patch(f"{_CONTEXT}.var_getattr|tp_getattro_impl", read_attribute, "self, tx, name"),
     # Newer PyTorch traces a Function in steps.
     _patch(
         f"{_APPLY}.trace_forward_graph", trace_forward_graph, "self, tx, ctx, fwd_tracer, args, kwargs", optional=True

@@ -1,0 +1,92 @@
+"""Runs, with the hookkit that is installed, what the README and the contract promise: check_install.py ROOT.
+
+ROOT is a checkout, from which only README.md and docs/contract.py are read. Prints what failed, and a closing line;
+exits with 1 if anything did.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import re
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import thunder
+import thunder.dynamo
+import torch
+
+import hookkit
+from hookkit.testing import assert_same
+
+
+def readme_blocks(root: Path) -> list[str]:
+    """Return the Python blocks of the README."""
+    return re.findall(r"^```python\n(.*?)^```", (root / "README.md").read_text(), flags=re.M | re.S)
+
+
+def run_readme(root: Path) -> Iterator[str]:
+    """Run the README's blocks, in order, as one program; yield what failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder) / "readme.py"
+        program.write_text("\n".join(readme_blocks(root)))
+        ran = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, check=False)
+    if ran.returncode:
+        yield f"README.md: {ran.stderr.strip().splitlines()[-1]}"
+
+
+def contract_of(root: Path) -> ModuleType:
+    """Import docs/contract.py."""
+    spec = importlib.util.spec_from_file_location("contract", root / "docs" / "contract.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["contract"] = module  # its dataclass asks for it
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_case(case: Any, compile_: Any) -> str | None:
+    """Compare a program of the contract with eager PyTorch; say what differs.
+
+    A case that is refused must be refused by hookkit; one that is as in eager must raise what that raises.
+    """
+    program, arguments = case.make()
+    arguments = tuple(a for a in arguments if not callable(a))
+    try:
+        assert_same(copy.deepcopy(program), *arguments, jit=compile_)
+    except hookkit.HookError as error:
+        return None if case.state == "refused" else f"is refused: {error}"
+    except AssertionError as error:
+        return str(error)
+    except Exception as error:
+        return None if case.state == "as eager" else f"{type(error).__name__}: {error}"
+    return None
+
+
+def main(root: Path) -> int:
+    """Run everything; return the exit status."""
+    assert not Path(hookkit.__file__).is_relative_to(root / "hookkit"), "the checkout is imported, not what is installed"
+    warnings.simplefilter("ignore")
+    failures = list(run_readme(root))
+    count = 1
+    cases = contract_of(root).CASES
+    for name, compile_, chosen in (("jit", thunder.jit, cases), ("thunderfx", thunder.dynamo.thunderfx, cases[::8])):
+        for case in chosen:
+            count += 1
+            difference = run_case(case, compile_)
+            if difference is not None:
+                failures.append(f"{name}: {case.group}, {case.point}: {' '.join(difference.split())[:400]}")
+    for failure in failures:
+        print(failure)
+    print(f"torch {torch.__version__}: {count - len(failures)} of {count} programs agree with eager PyTorch")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]).resolve()))
