@@ -683,13 +683,17 @@ def _():
     return function(lambda ctx, x: x[x > 0.5], lambda ctx, grad: torch.ones(4)).apply, (vector(),)
 
 
-@case("a second derivative (`create_graph=True`)", "refused")
+@case("a second derivative (`create_graph=True`): that of the Function's backward")
 def _():
-    F = function(lambda ctx, x: x * 2, hundred)
+    def save(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 2
 
-    def second(result: Any, x: Tensor) -> None:
+    F = function(save, lambda ctx, grad: grad * 100 * ctx.saved_tensors[0])
+
+    def second(result: Any, x: Tensor) -> Any:
         (first,) = torch.autograd.grad(result.sum(), x, create_graph=True)
-        torch.autograd.grad(first.sum(), x)
+        return torch.autograd.grad(first.sum(), x)
 
     program = F.apply
     return program, (vector(), second)

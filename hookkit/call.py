@@ -55,7 +55,6 @@ class Call:
     source: Source | None = None
     unsupported: str | None = None
     _show: Show | None = attrs.field(default=None, repr=False)
-    _seen: Call | None = attrs.field(init=False, default=None, repr=False)
     _details: Details | None = attrs.field(init=False, default=None, repr=False)
     _name: str | None = attrs.field(init=False, default=None, repr=False)
     _operators: list[Operator | None] = attrs.field(init=False, factory=list, repr=False)
@@ -77,7 +76,7 @@ class Call:
         call = cls.__new__(cls)
         call.callable, call.function, call._details, call._name = callable_, function, details, None
         call.unsupported, call._operators = unsupported, []
-        call._show, call._seen = show, None
+        call._show = show
         return call
 
     @property
@@ -85,10 +84,10 @@ class Call:
         """The call as conditions, predicates and meta functions get it: tensors with torch's metadata and no values."""
         if self._show is None:
             return self
-        if self._seen is None:
-            self._seen = Call.pending(self.callable, self.function, self._seen_details, self.unsupported)
-            self._seen._operators = self._operators
-        return self._seen
+        # not kept: the two would hold each other, and what the program was given, in a cycle
+        seen = Call.pending(self.callable, self.function, self._seen_details, self.unsupported)
+        seen._operators = self._operators
+        return seen
 
     def _seen_details(self, _: Call) -> tuple[tuple[Any, ...], dict[str, Any], tuple[bool, ...], Source | None]:
         return self.shown(self.args), self.shown(self.kwargs), self.needs, self.source

@@ -68,7 +68,7 @@ def _refuse_bare_use(target: Any, frame: types.FrameType) -> None:
         return
     body = [line for _, _, line in code.co_lines() if line is not None]
     # Python takes the line of the first decorator for that of the function
-    if code.co_firstlineno <= frame.f_lineno <= min(body):
+    if code in frame.f_code.co_consts and code.co_firstlineno <= frame.f_lineno <= min(body):
         raise RegistrationError(
             f"@hookkit.rule at {frame.f_code.co_filename}:{frame.f_lineno} decorates {target.__qualname__} without a "
             f"target: write @hookkit.rule(target), where the target is the function whose calls "

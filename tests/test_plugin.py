@@ -35,6 +35,7 @@ def vector():
 
 
 HOLDERS = [
+    *{id(holder): holder for holder, _ in (p.locate() for p in plugin._patches()) if not isinstance(holder, dict)}.values(),
     thunder,
     thunder.clang,
     codeutils,

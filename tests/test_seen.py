@@ -128,6 +128,7 @@ def test_a_predicate_sees_torchs_dtypes() -> None:
         assert program(torch.ones(2))[0] == 2
 
 
+@pytest.mark.filterwarnings("ignore::hookkit.errors.OpaqueFallbackWarning")
 @pytest.mark.parametrize("mode", ["auto", "opaque"])
 def test_a_call_that_is_passed_has_torchs_metadata_in_every_provider(mode: Any) -> None:
     seen = {}
