@@ -86,7 +86,7 @@ _MODULES = {
         "RegistrationError",
         "TargetWarning",
         "TransformWarning",
-    "TransformWarning",
+        "TransformWarning",
         "UntraceableError",
     ),
     "modes": ("mode",),

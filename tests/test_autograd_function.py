@@ -333,14 +333,6 @@ def test_gradients_that_are_none_are_refused_under_thunderfx_as_in_eager(backwar
         output.sum().backward()
 
 
-def test_a_second_derivative_is_refused_under_thunderfx():
-    f = function(lambda ctx, x: x**3, lambda ctx, grad: 100 * grad)
-    x = vector()
-    (grad,) = torch.autograd.grad(through_dynamo(f.apply)(x).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="second derivative"):
-        grad.sum().backward()
-
-
 def test_a_gradient_of_integers_is_that_of_eager_under_thunderfx():
     assert_same(
         function(lambda ctx, x: x * 2, lambda ctx, grad: torch.full((4,), 7)).apply, vector(), jit=through_dynamo

@@ -225,6 +225,7 @@ class _Builder:
         self._sharing = Sharing()
         self._stale: set[str] = set()  # views of tensors that were changed
         self._written: set[str] = set()
+        self._has_written = False
         self._known = {a.name for a in trace.args if isinstance(a, Proxy)}
 
     def build(self, differentiable: Sequence[bool]) -> _Built:
@@ -257,6 +258,8 @@ class _Builder:
         call = called(bsym)
         if bsym.sym.id == prims.PrimIDs.COPY_:
             self._write(bsym)
+        elif bsym.sym.id == prims.PrimIDs.UPDATE_ALIASES:
+            self._name_anew(bsym)
         elif isinstance(call, Composite) and call.backward is not None:
             self._put(bsym, call.name, self._composite(call, bsym))
         elif call is not None and not isinstance(call, Composite):
@@ -270,9 +273,17 @@ class _Builder:
             self._keep(bsym)
         self._known.update(o.name for o in bsym.flat_proxy_outs)
 
+    def _name_anew(self, bsym: Any) -> None:
+        """New names that thunder gives to tensors which share memory, before and after a change in place."""
+        (tensors,) = bsym.args
+        if len(tensors) > 1 and self._has_written:
+            raise NotAgain("it changes one of several tensors in place that share memory")
+        self._now.update({variableify(o): t for o, t in zip(bsym.output, tensors, strict=True)})
+
     def _write(self, bsym: Any) -> None:
         """A change in place: what is read afterwards is the new value."""
         new, old = bsym.args[:2]
+        self._has_written = True
         if any(old.name == getattr(a, "name", None) for a in self._source.args):
             self._written.add(old.name)
         self._stale.update(self._sharing.group(old.name) - {old.name})
@@ -298,9 +309,7 @@ class _Builder:
 
     def _symbol(self, name: str, function: Callable[..., Any], *, keep: bool = False) -> Any:
         name = symbol_name(self._trace, name)
-        return make_symbol(
-            pytorch, name, lambda *_: None, function, kind="hookkit.again.", is_prim=True, keep=keep
-        )
+        return make_symbol(pytorch, name, lambda *_: None, function, kind="hookkit.again.", is_prim=True, keep=keep)
 
     def _append(self, bsym: Any) -> None:
         """Add an operation, under no_grad if the program was."""

@@ -33,9 +33,7 @@ def _is_for_thunder() -> bool:
     return isinstance(backend, thunder.dynamo.compiler.ThunderCompiler)
 
 
-def compile_graph(
-    compiler: Any, stock: Callable[..., Any], graph: Any, sample_args: Any, **options: Any
-) -> Any:
+def compile_graph(compiler: Any, stock: Callable[..., Any], graph: Any, sample_args: Any, **options: Any) -> Any:
     """``ThunderCompiler.__call__``; a graph with a transform of ``torch.func`` in it or around it runs eagerly.
 
     So does one with forward-mode differentiation. Their tensors stand for more than their data, which a trace would

@@ -72,4 +72,3 @@ def _computes_first(module: GraphModule) -> Node:
 
 def _output(module: GraphModule) -> Any:
     return next(n for n in module.graph.nodes if n.op == "output").args[0]
-
