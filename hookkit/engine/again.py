@@ -1,15 +1,14 @@
 """A program run again by PyTorch, operation by operation: what the derivatives that thunder does not have are taken of.
 
-thunder differentiates a program once. Where PyTorch asks for gradients that have a graph (``create_graph=True``), or for
-many at once (``is_grads_batched=True``), the program's trace as it was before that runs under PyTorch's own autograd,
-each call that a rule took as its Function, or its providers, on the inputs and with the random numbers of the first run.
+thunder differentiates a program once. Where gradients are to have a graph (``create_graph=True``), or are asked for many
+at once (``is_grads_batched=True``), the program's trace as it was before that runs under PyTorch's own autograd, each
+call that a rule took as its Function, or its providers, on the inputs and with the random numbers of the first run.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import attrs
@@ -17,7 +16,7 @@ import torch
 from thunder.core import dtypes, prims
 from thunder.core.compile_data import get_compile_data
 from thunder.core.devices import Device, to_torch_device
-from thunder.core.proxies import AnyProxy, Proxy, ProxyTag, TensorProxy, variableify
+from thunder.core.proxies import AnyProxy, Proxy, ProxyTag, variableify
 from thunder.core.pytree import tree_flatten_with_dataclass
 from thunder.core.trace import from_trace, tracectx
 from thunder.core.transform_common import dce

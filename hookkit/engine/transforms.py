@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-
 from thunder.core.module import ThunderModule
 
 from hookkit import compat
