@@ -391,7 +391,9 @@ class _Opaque:
         )
         prepared = [v.clone() if i in expected.changed else v for i, v in enumerate(values)]
         args, kwargs = fill(operator.arguments, prepared)
-        state = State.reachable_from([operator.callee, *args, *kwargs.values()])
+        state = State.reachable_from(
+            [compat.function_owner(operator.callee) or operator.callee, *args, *kwargs.values()]
+        )
         generators = Generators.now()
         with torch.set_grad_enabled(operator.grad_mode), autocast_regions(operator.autocasts):
             output = operator.callee(*args, **kwargs)
