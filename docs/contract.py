@@ -683,20 +683,46 @@ def _():
     return function(lambda ctx, x: x[x > 0.5], lambda ctx, grad: torch.ones(4)).apply, (vector(),)
 
 
-@case("a second derivative (`create_graph=True`): that of the Function's backward")
+@case("a second derivative (`create_graph=True`): PyTorch runs the program again for it")
 def _():
-    def save(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * 2
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 100 * grad * ctx.saved_tensors[0] ** 2
 
-    F = function(save, lambda ctx, grad: grad * 100 * ctx.saved_tensors[0])
-
-    def second(result: Any, x: Tensor) -> Any:
-        (first,) = torch.autograd.grad(result.sum(), x, create_graph=True)
+    def second(program: Any, x: Tensor) -> Any:
+        (first,) = torch.autograd.grad(program(x).sum(), x, create_graph=True)
         return torch.autograd.grad(first.sum(), x)
 
-    program = F.apply
-    return program, (vector(), second)
+    F = function(lambda ctx, x: ctx.save_for_backward(x) or x**3, backward)
+    return F.apply, (vector(), second)
+
+
+@case("gradients for many cotangents at once (`is_grads_batched=True`)")
+def _():
+    def many(program: Any, x: Tensor) -> Any:
+        return torch.autograd.grad(program(x), x, torch.eye(4), is_grads_batched=True)
+
+    return function(lambda ctx, x: x * 2, hundred).apply, (vector(), many)
+
+
+@case("`torch.func.grad` and `vmap` around the program: PyTorch runs it, eagerly")
+def _():
+    class F(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            pass
+
+        backward = staticmethod(hundred)
+
+    def transformed(program: Any, x: Tensor) -> Any:
+        return torch.vmap(torch.func.grad(program))(x.detach())
+
+    return F.apply, (vector(), transformed)
 
 
 group = "Errors"

@@ -218,7 +218,7 @@ def batched_depth() -> int:
 def dual_level() -> int:
     """How many levels of forward-mode AD are entered, less one."""
     # torch 2.7 to 2.15 have it; torch/autograd/forward_ad.py. There is no public way to ask.
-    return forward_ad._current_level  # type: ignore[no-any-return]
+    return forward_ad._current_level
 
 
 @contextmanager

@@ -333,21 +333,6 @@ def test_gradients_that_are_none_are_refused_under_thunderfx_as_in_eager(backwar
         output.sum().backward()
 
 
-def test_a_second_derivative_is_that_of_the_backward_under_thunderfx():
-    def save_and_cube(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    f = function(save_and_cube, lambda ctx, grad: 100 * grad * ctx.saved_tensors[0])
-    x = vector()
-
-    def second(program):
-        (grad,) = torch.autograd.grad(program(x).sum(), x, create_graph=True)
-        return torch.autograd.grad(grad.sum(), x)[0]
-
-    assert torch.equal(second(through_dynamo(f.apply)), torch.full_like(x, 100))
-
-
 def test_a_gradient_of_integers_is_that_of_eager_under_thunderfx():
     assert_same(
         function(lambda ctx, x: x * 2, lambda ctx, grad: torch.full((4,), 7)).apply, vector(), jit=through_dynamo

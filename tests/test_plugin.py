@@ -6,7 +6,7 @@ import torch
 from thunder.core import codeutils, interpreter, jit_ext
 from thunder.core.proxies import NumberProxy, TensorProxy
 from thunder.core.symbol import Symbol
-from thunder.executors.torch_autograd import ThunderFunction
+from thunder.executors.torch_autograd import ThunderFunction, ThunderOutputFunction
 from thunder.transforms import autodiff
 from torch.autograd import Function
 
@@ -49,6 +49,10 @@ HOLDERS = [
     TensorProxy,
     NumberProxy,
     ThunderFunction,
+    ThunderOutputFunction,
+    thunder.dynamo.compiler.ThunderCompiler,
+    thunder.dynamo.compiler.ThunderFXCompiledObject,
+    torch.nn.utils.stateless,
     thunder.common.CompileData,
     thunder.core.utils.AutocastStack,
     thunder.ThunderModule,

@@ -1,9 +1,8 @@
 """A program run again by PyTorch, operation by operation: for the derivatives that thunder does not have.
 
-thunder differentiates a program once. Where PyTorch asks for gradients that have a graph (``create_graph=True``), or
-for many at once (``is_grads_batched=True``), the program's trace as it was before that runs under PyTorch's own
-autograd, each call that a rule took as its Function, or its providers, on the inputs and with the random numbers of the
-first run.
+thunder differentiates a program once. Where gradients are to have a graph (``create_graph=True``), or are asked for many
+at once (``is_grads_batched=True``), the program's trace as it was before that runs under PyTorch's own autograd, each
+call that a rule took as its Function, or its providers, on the inputs and with the random numbers of the first run.
 """
 
 from __future__ import annotations
@@ -225,6 +224,7 @@ class _Builder:
         self._sharing = Sharing()
         self._stale: set[str] = set()  # views of tensors that were changed
         self._written: set[str] = set()
+        self._has_written = False
         self._known = {a.name for a in trace.args if isinstance(a, Proxy)}
 
     def build(self, differentiable: Sequence[bool]) -> _Built:
@@ -257,6 +257,8 @@ class _Builder:
         call = called(bsym)
         if bsym.sym.id == prims.PrimIDs.COPY_:
             self._write(bsym)
+        elif bsym.sym.id == prims.PrimIDs.UPDATE_ALIASES:
+            self._name_anew(bsym)
         elif isinstance(call, Composite) and call.backward is not None:
             self._put(bsym, call.name, self._composite(call, bsym))
         elif call is not None and not isinstance(call, Composite):
@@ -270,9 +272,17 @@ class _Builder:
             self._keep(bsym)
         self._known.update(o.name for o in bsym.flat_proxy_outs)
 
+    def _name_anew(self, bsym: Any) -> None:
+        """New names that thunder gives to tensors which share memory, before and after a change in place."""
+        (tensors,) = bsym.args
+        if len(tensors) > 1 and self._has_written:
+            raise NotAgain("it changes one of several tensors in place that share memory")
+        self._now.update({variableify(o): t for o, t in zip(bsym.output, tensors, strict=True)})
+
     def _write(self, bsym: Any) -> None:
         """A change in place: what is read afterwards is the new value."""
         new, old = bsym.args[:2]
+        self._has_written = True
         if any(old.name == getattr(a, "name", None) for a in self._source.args):
             self._written.add(old.name)
         self._stale.update(self._sharing.group(old.name) - {old.name})
@@ -381,7 +391,9 @@ class _Opaque:
         )
         prepared = [v.clone() if i in expected.changed else v for i, v in enumerate(values)]
         args, kwargs = fill(operator.arguments, prepared)
-        state = State.reachable_from([operator.callee, *args, *kwargs.values()])
+        state = State.reachable_from(
+            [compat.function_owner(operator.callee) or operator.callee, *args, *kwargs.values()]
+        )
         generators = Generators.now()
         with torch.set_grad_enabled(operator.grad_mode), autocast_regions(operator.autocasts):
             output = operator.callee(*args, **kwargs)

@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 
 __all__ = ["as_function", "is_once_differentiable", "write_no_grad"]
 
-_ONCE = once_differentiable(lambda ctx: None).__code__  # type: ignore[attr-defined]
+_ONCE = once_differentiable(lambda ctx: None).__code__
 
 
 def is_once_differentiable(function: type[Any]) -> bool:
@@ -32,7 +32,7 @@ def write_no_grad(module: GraphModule) -> None:
 
 
 def as_function(fwd: GraphModule, bwd: GraphModule) -> tuple[GraphModule, Callable[..., Any]]:
-    """The operands of ``autograd_function_apply`` with which its result has the second derivatives of the Function.
+    """The operands of ``autograd_function_apply`` with which it has the second derivatives of the Function.
 
     Dynamo traces a backward with grad mode off, and writes that into its graph. A backward of which all runs with grad
     mode off all the same is taken for one that is marked with ``once_differentiable``.
@@ -67,7 +67,8 @@ def _switches(module: GraphModule) -> list[Node]:
 
 
 def _computes_first(module: GraphModule) -> Node:
-    return next(n for n in module.graph.nodes if n.op != "placeholder")
+    found: Node = next(n for n in module.graph.nodes if n.op != "placeholder")
+    return found
 
 
 def _output(module: GraphModule) -> Any:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from thunder.core.module import ThunderModule
 
 from hookkit import compat
 from hookkit.errors import TransformWarning
@@ -75,7 +76,27 @@ def call_graphs(compiled: Any, stock: Callable[..., Any], *args: Any, **kwargs: 
         return stock(compiled, *args, **kwargs)
 
 
+def functional_call(stock: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+    """``torch.func.functional_call``; of a compiled module the one that was not compiled is called.
+
+    A compiled module looks its parameters up elsewhere, and would not see those that it is to be called with.
+
+    Args:
+        stock: what it comes to, in ``torch.nn.utils.stateless``.
+        module: the module.
+        *args: the parameters, and what the module is called with.
+        **kwargs: the same, by keyword.
+    """
+    return stock(module._model if isinstance(module, ThunderModule) else module, *args, **kwargs)
+
+
 PATCHES = [
+    Patch(
+        "torch.nn.utils.stateless:_functional_call",
+        around(functional_call),
+        "torch.func.functional_call of a compiled module may use the module's own parameters",
+        takes=("module, parameters_and_buffers, args, kwargs, tie_weights, strict",),
+    ),
     Patch(
         "thunder:is_tracing",
         around(leaves_to_pytorch),
