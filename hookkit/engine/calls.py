@@ -20,10 +20,11 @@ from hookkit.engine.arguments import Bound
 from hookkit.engine.effects import Generators, State
 from hookkit.engine.modules import current_buffers
 from hookkit.engine.mutation import Retrace
+from hookkit.engine.reasons import user_source
 from hookkit.engine.seen import shows
 from hookkit.engine.threads import one_at_a_time
 from hookkit.engine.traced import Invocation, bind_call, trace_call
-from hookkit.engine.tracing import Raised, add_note, raise_in_program, user_source
+from hookkit.engine.tracing import Raised, add_note, raise_in_program
 from hookkit.engine.values import unwrap_arguments
 from hookkit.errors import HookError, UntraceableError
 from hookkit.modes import ModeInForce, mode_in_force
