@@ -240,7 +240,7 @@ class _Case:
         return cls(subject, callee, program, args, names, compared, tuple(kwargs))
 
     @property
-    def rule(self) -> Rule | None:
+    def rule(self) -> Rule[..., Any] | None:
         return self.subject if isinstance(self.subject, Rule) else None
 
     def run(self, name: str) -> Check:
@@ -358,7 +358,7 @@ def _other_numbers(number: Any) -> list[Any]:
 
 
 def _label(names: Sequence[str], place: tuple[Any, ...]) -> str:
-    return names[place[0]] + "".join(f"[{key!r}]" for key in place[1:])
+    return str(names[place[0]]) + "".join(f"[{key!r}]" for key in place[1:])
 
 
 def _inputs(case: _Case) -> str | None:

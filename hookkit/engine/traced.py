@@ -59,7 +59,7 @@ class Invocation:
         mode: whether it is traced, opaque, or either, and who says so.
     """
 
-    rule: Rule
+    rule: Rule[..., Any]
     call: Call
     bound: Bound
     owner: Any
