@@ -101,7 +101,7 @@ def _section(title: str, items: Sequence[str]) -> list[str]:
     return [f"{title}:", *(f"  {item}" for item in items or ("none",))]
 
 
-def _open_names(rule: hookkit.Rule) -> str:
+def _open_names(rule: hookkit.Rule[..., Any]) -> str:
     states = [t.state for t in rule.targets if isinstance(t, NameTarget)]
     missing = [state for state in states if state != "resolved"]
     return f"; {'; '.join(missing)}" if missing else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable
-from typing import Any, Literal, NoReturn, ParamSpec, TypeVar, overload
+from typing import Any, Literal, NoReturn, ParamSpec, TypeVar, cast, overload
 
 from hookkit.call import Source
 from hookkit.declared import Origin
@@ -33,7 +33,8 @@ class Declaration:
         """Declare the rule, with its forward provider."""
         self._is_used = True
         registry.unfinished.discard(self)
-        return self._declare(forward)
+        made: Any = self._declare(forward)  # the provider's own types are those of the rule
+        return cast(Rule[P, R], made)
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):

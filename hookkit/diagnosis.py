@@ -21,7 +21,7 @@ from hookkit.targets import NameTarget, place_of, signature_of
 __all__ = ["Providers", "argument_names", "factor_between", "numeric_gradient", "why_not_taken"]
 
 
-def why_not_taken(rule: Rule, program: Callable[..., Any], args: Sequence[Any]) -> str | None:
+def why_not_taken(rule: Rule[..., Any], program: Callable[..., Any], args: Sequence[Any]) -> str | None:
     """Why a program that calls a rule's target is not taken over by the rule; None if it is."""
     acquired = acquire(program, tuple(args), {})
     records = [record for record, _ in with_depth(acquired.calls)]
@@ -110,7 +110,7 @@ class Providers:
         kwargs: the keyword arguments.
     """
 
-    rule: Rule
+    rule: Rule[..., Any]
     callee: Callable[..., Any]
     args: Sequence[Any]
     kwargs: dict[str, Any]

@@ -41,7 +41,7 @@ class Program:
     name: str
     function: Callable[..., Any]
     eager: Callable[..., Any] | None = None
-    rule: hookkit.Rule | None = None
+    rule: hookkit.Rule[..., Any] | None = None
     compilers: tuple[str, ...] = ("jit", "thunderfx")
 
 
@@ -151,7 +151,7 @@ def cube_gradient(x: Tensor, grad: Tensor) -> Tensor:
 
 
 def one_function(x: Tensor, y: Tensor) -> Tensor:
-    return Cube.apply(x.sin()) * y  # type: ignore[no-any-return]
+    return Cube.apply(x.sin()) * y
 
 
 def loop(x: Tensor, y: Tensor) -> Tensor:
@@ -161,12 +161,12 @@ def loop(x: Tensor, y: Tensor) -> Tensor:
 
 
 def half_precision(x: Tensor, y: Tensor) -> Tensor:
-    return Cube.apply(x.bfloat16()) * y  # type: ignore[no-any-return]
+    return Cube.apply(x.bfloat16()) * y
 
 
 def autocast(x: Tensor, y: Tensor) -> Tensor:
     with torch.autocast(x.device.type, torch.bfloat16):
-        return Cube.apply(x) @ y  # type: ignore[no-any-return]
+        return Cube.apply(x) @ y
 
 
 class SetupContext(torch.autograd.Function):
@@ -217,7 +217,7 @@ class NumPySquare(torch.autograd.Function):
 
 
 def numpy_in_forward(x: Tensor, y: Tensor) -> Tensor:
-    return NumPySquare.apply(x.sin()) * y  # type: ignore[no-any-return]
+    return NumPySquare.apply(x.sin()) * y
 
 
 class DoubledInPlace(torch.autograd.Function):
@@ -241,7 +241,7 @@ def in_place(x: Tensor, y: Tensor) -> Tensor:
     product, total = x * y, y.clone()
     product[1:].mul_(3)
     total.add_(1)
-    return Cube.apply(product) * total  # type: ignore[no-any-return]
+    return Cube.apply(product) * total
 
 
 def operator_with_ctx(x: Tensor, y: Tensor) -> Any:

@@ -52,13 +52,13 @@ ENTRY_POINT_GROUP = "hookkit.rules"
 class Candidate:
     """A rule that a call could be given to, or the reason why it declined."""
 
-    rule: Rule
+    rule: Rule[..., Any]
     declined: str | None = None
 
 
 # A rule, the target by which it may match, and their rank: the depth of the scope that added the rule, its priority,
 # and how narrow the target is.
-Entry = tuple[tuple[int, int, int], "Rule", Any]
+Entry = tuple[tuple[int, int, int], "Rule[..., Any]", Any]
 
 
 @attrs.define(eq=False)
@@ -75,7 +75,7 @@ class Tables:
         modules_seen: how far the program's imports had got when the names were last looked up.
     """
 
-    rules: tuple[Rule, ...]
+    rules: tuple[Rule[..., Any], ...]
     by_callable: dict[Any, tuple[Entry, ...]]
     by_function: dict[type[Any], tuple[Entry, ...]]
     predicates: list[Entry]
@@ -84,7 +84,7 @@ class Tables:
     modules_seen: object = None
 
     @classmethod
-    def of(cls, rules: tuple[Rule, ...], scope: Scope | None = None) -> Tables:
+    def of(cls, rules: tuple[Rule[..., Any], ...], scope: Scope | None = None) -> Tables:
         """Arrange rules; lazy names that resolve by now are entered under what they stand for."""
         by_callable: dict[Any, tuple[Entry, ...]] = {}
         by_function: dict[type[Any], tuple[Entry, ...]] = {}
@@ -129,7 +129,7 @@ def _rank(entry: Entry) -> tuple[int, int, int]:
     return entry[0]
 
 
-def _fingerprint(rules: tuple[Rule, ...]) -> str:
+def _fingerprint(rules: tuple[Rule[..., Any], ...]) -> str:
     return ",".join(str(rule.serial) for rule in rules)
 
 
@@ -138,12 +138,12 @@ class Scope:
     """What one ``with hookkit.use(...)`` adds and leaves out, inside the scope around it."""
 
     outer: Scope | None
-    added: tuple[Rule, ...]
-    without: frozenset[Rule]
+    added: tuple[Rule[..., Any], ...]
+    without: frozenset[Rule[..., Any]]
     depth: int
     _known: tuple[Tables, Tables] | None = None
 
-    def in_force(self, registered: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    def in_force(self, registered: tuple[Rule[..., Any], ...]) -> tuple[Rule[..., Any], ...]:
         """The rules in force where those given are registered."""
         around = self.outer.in_force(registered) if self.outer is not None else registered
         return (*(r for r in around if r not in self.without and r not in self.added), *self.added)
@@ -155,7 +155,7 @@ class Scope:
             known = self._known = (registered, Tables.of(self.in_force(registered.rules), self))
         return known[1]
 
-    def depth_of(self, rule: Rule) -> int:
+    def depth_of(self, rule: Rule[..., Any]) -> int:
         """The depth of the innermost scope that adds a rule; 0 if none does."""
         if rule in self.added:
             return self.depth
@@ -170,22 +170,22 @@ class Registry:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._rules: tuple[Rule, ...] = ()
+        self._rules: tuple[Rule[..., Any], ...] = ()
         self._tables = Tables.of(())
         self._outdated = False
-        self._claims: dict[tuple[object, int], Rule] = {}
+        self._claims: dict[tuple[object, int], Rule[..., Any]] = {}
         self._unresolved: list[NameTarget] = []
-        self._lambdas: dict[Source, tuple[Rule, object]] = {}
+        self._lambdas: dict[Source, tuple[Rule[..., Any], object]] = {}
         self._loading = False
         self._loaded = False
         self.unfinished: weakref.WeakSet[Declaration] = weakref.WeakSet()
 
     @property
-    def rules(self) -> tuple[Rule, ...]:
+    def rules(self) -> tuple[Rule[..., Any], ...]:
         """The registered rules, in the order of their registration."""
         return self._rules
 
-    def add(self, rule: Rule) -> None:
+    def add(self, rule: Rule[..., Any]) -> None:
         """Register a rule; one that is the same declaration, run again, is replaced.
 
         Raises:
@@ -209,7 +209,7 @@ class Registry:
             self._rules = (*self._rules, rule)
             self._outdated = True
 
-    def remove(self, rule: Rule) -> None:
+    def remove(self, rule: Rule[..., Any]) -> None:
         """Unregister a rule.
 
         Raises:
@@ -231,9 +231,9 @@ class Registry:
         with self._lock:
             self._outdated = True
 
-    def _lambdas_of(self, rule: Rule) -> dict[Source, tuple[Rule, object]]:
+    def _lambdas_of(self, rule: Rule[..., Any]) -> dict[Source, tuple[Rule[..., Any], object]]:
         """The lambdas among a rule's targets, by line; refused where a line has two."""
-        found: dict[Source, tuple[Rule, object]] = {}
+        found: dict[Source, tuple[Rule[..., Any], object]] = {}
         for target in rule.targets:
             if not (isinstance(target, CallableTarget) and is_lambda(target.callable)):
                 continue
@@ -250,13 +250,13 @@ class Registry:
         return found
 
     @contextlib.contextmanager
-    def scope(self, added: tuple[Rule, ...], without: tuple[Rule, ...]) -> Iterator[None]:
+    def scope(self, added: tuple[Rule[..., Any], ...], without: tuple[Rule[..., Any], ...]) -> Iterator[None]:
         """Put rules in force, or out of force, in this context, until the block is left.
 
         Raises:
             ConflictError: if two rules of those added have the same target and priority.
         """
-        claims: dict[tuple[object, int], Rule] = {}
+        claims: dict[tuple[object, int], Rule[..., Any]] = {}
         for rule in added:
             for claim in _claims_of(rule):
                 if claims.setdefault(claim, rule) is not rule:
@@ -422,12 +422,12 @@ def is_asked_about(callable_: Any) -> bool:
     return module.partition(".")[0] not in _PLUMBING and module != "torch.nn.modules.module"
 
 
-def _claims_of(rule: Rule) -> list[tuple[object, int]]:
+def _claims_of(rule: Rule[..., Any]) -> list[tuple[object, int]]:
     """What no other rule may claim: each target at the rule's priority."""
     return [(target.key, rule.priority) for target in rule.targets]
 
 
-def _conflict(first: Rule, second: Rule) -> ConflictError:
+def _conflict(first: Rule[..., Any], second: Rule[..., Any]) -> ConflictError:
     keys = {t.key for t in first.targets}
     shared = ", ".join(str(t) for t in second.targets if t.key in keys)
     return ConflictError(

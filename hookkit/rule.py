@@ -365,8 +365,9 @@ class Rule(Generic[P, R]):
     def _check_fits(self, kind: str, provider: Callable[..., Any]) -> None:
         for target in self.targets:
             wanted, given = target.signature(), signature_of(provider)
-            loose = wanted is None and not self._ships and isinstance(target, CallableTarget)
-            if loose:
+            loose = False
+            if wanted is None and not self._ships and isinstance(target, CallableTarget):
+                loose = True
                 wanted = torch_signature(target.callable)
             if wanted is None or given is None:
                 continue

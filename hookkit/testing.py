@@ -245,7 +245,7 @@ class _Case:
         return cls(subject, callee, program, args, names, compared, tuple(kwargs))
 
     @property
-    def rule(self) -> Rule | None:
+    def rule(self) -> Rule[..., Any] | None:
         return self.subject if isinstance(self.subject, Rule) else None
 
     def run(self, name: str) -> Check:
@@ -363,7 +363,7 @@ def _other_numbers(number: Any) -> list[Any]:
 
 
 def _label(names: Sequence[str], place: tuple[Any, ...]) -> str:
-    return names[place[0]] + "".join(f"[{key!r}]" for key in place[1:])
+    return str(names[place[0]]) + "".join(f"[{key!r}]" for key in place[1:])
 
 
 def _inputs(case: _Case) -> str | None:
@@ -579,9 +579,9 @@ def _comparison(got: torch.Tensor, wanted: torch.Tensor) -> str:
     factor = factor_between(got, wanted) if got.shape == wanted.shape else None
     if factor is not None:
         return f"; it is {factor:.4g} times what eager PyTorch gives"
-    differing = (got != wanted).flatten().nonzero() if got.shape == wanted.shape else ()
-    if len(differing) == 0:
+    if got.shape != wanted.shape or bool((got == wanted).all()):
         return ""
+    differing = (got != wanted).flatten().nonzero()
     place = int(differing[0])
     values = [f"{t.flatten()[place]:.6g}" for t in (wanted, got)]
     return f"; eager PyTorch gives {values[0]} where the compiled program gives {values[1]}"

@@ -149,7 +149,7 @@ def test_a_tensor_that_a_provider_closes_over_is_refused() -> None:
 
     rule = hookkit.rule(operation, register=False)(lambda x: (x * weight, hookkit.save(x=x)))
     rule.backward(lambda saved, grad: {"x": grad, "weight": 100 * grad * saved.x})
-    with hookkit.use(rule), pytest.raises(hookkit.HookError, match="its gradient would be lost.*as an argument"):
+    with hookkit.use(rule), pytest.raises(hookkit.HookError, match=r"its gradient would be lost.*as an argument"):
         thunder.jit(lambda x: operation(x))(torch.rand(3, requires_grad=True))
 
 

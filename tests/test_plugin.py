@@ -35,7 +35,7 @@ def vector():
 
 
 HOLDERS = [
-    *{id(holder): holder for holder, _ in (p.locate() for p in plugin._patches()) if not isinstance(holder, dict)}.values(),
+    *(holder for holder, _ in (p.locate() for p in plugin._patches()) if not isinstance(holder, dict)),
     thunder,
     thunder.clang,
     codeutils,

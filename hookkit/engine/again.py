@@ -1,8 +1,9 @@
 """A program run again by PyTorch, operation by operation: for the derivatives that thunder does not have.
 
-thunder differentiates a program once. Where gradients are to have a graph (``create_graph=True``), or are asked for many
-at once (``is_grads_batched=True``), the program's trace as it was before that runs under PyTorch's own autograd, each
-call that a rule took as its Function, or its providers, on the inputs and with the random numbers of the first run.
+thunder differentiates a program once. Where gradients are to have a graph (``create_graph=True``), or are asked for
+many at once (``is_grads_batched=True``), the program's trace as it was before that runs under PyTorch's own autograd,
+each call that a rule took as its Function, or its providers, on the inputs and with the random numbers of the first
+run.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Bound:
     outside: dict[str, Any] = attrs.field(factory=dict)
 
     @classmethod
-    def of(cls, rule: Rule, call: Call) -> Bound:
+    def of(cls, rule: Rule[..., Any], call: Call) -> Bound:
         """Bind a call's arguments to the signature of what it calls, or else of the forward provider."""
         signature = signature_of(rule.forward) if rule.forward is not None else signature_of(call.callable)
         if signature is not None and rule.pass_call and rule.forward is not None:
@@ -90,7 +90,7 @@ class Bound:
         named = {**self.outside, **self.by_name}
         return {**dict.fromkeys(self.omitted, False), **{name: need(value) for name, value in named.items()}}
 
-    def pair_gradients(self, rule: Rule, result: Any) -> list[tuple[str, Any, Any]]:
+    def pair_gradients(self, rule: Rule[..., Any], result: Any) -> list[tuple[str, Any, Any]]:
         """Put each gradient beside its tensor.
 
         Raises:
@@ -137,7 +137,9 @@ class Bound:
         tensors = {**dict(module.named_buffers()), **dict(module.named_parameters())}
         return path in tensors and not tensors[path].requires_grad
 
-    def _match(self, where: str, label: str, value: Any, gradient: Any, rule: Rule) -> list[tuple[str, Any, Any]]:
+    def _match(
+        self, where: str, label: str, value: Any, gradient: Any, rule: Rule[..., Any]
+    ) -> list[tuple[str, Any, Any]]:
         if gradient is None:
             return []
         if isinstance(value, _TENSORS):

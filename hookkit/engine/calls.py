@@ -20,10 +20,11 @@ from hookkit.engine.arguments import Bound
 from hookkit.engine.effects import Generators, State, following
 from hookkit.engine.modules import current_buffers
 from hookkit.engine.mutation import Retrace
+from hookkit.engine.reasons import user_source
 from hookkit.engine.seen import shows
 from hookkit.engine.threads import one_at_a_time
 from hookkit.engine.traced import Invocation, bind_call, trace_call
-from hookkit.engine.tracing import Raised, add_note, raise_in_program, user_source
+from hookkit.engine.tracing import Raised, add_note, raise_in_program
 from hookkit.engine.values import unwrap_arguments
 from hookkit.errors import HookError, UntraceableError
 from hookkit.modes import ModeInForce, mode_in_force
@@ -37,7 +38,7 @@ __all__ = ["PATCHES", "lookaside_for", "trace_program"]
 # What cannot be traced in the program that is being traced, and why: callables (a Function, say) and single calls, by
 # their keys in ``hookkit.engine.replay``.
 _untraceable: ContextVar[dict[Any, str]] = ContextVar("hookkit_untraceable")
-_running: ContextVar[tuple[tuple[Rule, Any], ...]] = ContextVar("hookkit_running_rules", default=())
+_running: ContextVar[tuple[tuple[Rule[..., Any], Any], ...]] = ContextVar("hookkit_running_rules", default=())
 
 
 def lookaside_for(
@@ -125,7 +126,7 @@ def trace_program(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             _untraceable.reset(token)
 
 
-def _mode(rule: Rule, function: type[Any] | None) -> ModeInForce:
+def _mode(rule: Rule[..., Any], function: type[Any] | None) -> ModeInForce:
     """The mode of a call that a rule takes."""
     if rule.mode != "auto":
         return ModeInForce(rule.mode, f"the rule {rule.name} (declared at {rule.declared_at})")
@@ -221,7 +222,7 @@ def _take_over(
 
 
 def _as_the_rule_knows_it(
-    rule: Rule, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    rule: Rule[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Call, tuple[Any, ...], dict[str, Any]]:
     """A call, and its wrapped arguments, without parameters that its target has only in newer versions."""
     known, options = rule.known_arguments(call, args, kwargs, unwrap)

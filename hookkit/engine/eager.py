@@ -369,7 +369,7 @@ def autocast_regions(regions: Sequence[Autocast]) -> Iterator[None]:
         yield
 
 
-def provider_callee(rule: Rule, call: Call) -> Callable[..., Any]:
+def provider_callee(rule: Rule[..., Any], call: Call) -> Callable[..., Any]:
     """A callable that runs a rule's providers as one autograd Function."""
     assert rule.forward is not None
     leading = (call.seen,) if rule.pass_call else ()

@@ -21,7 +21,8 @@ from thunder.core.proxies import TensorProxy
 from torch._library.custom_ops import CustomOpDef
 
 from hookkit.engine import records
-from hookkit.engine.tracing import raise_in_program, user_source
+from hookkit.engine.reasons import user_source
+from hookkit.engine.tracing import raise_in_program
 from hookkit.errors import HookError
 from hookkit.registry import registry
 
@@ -73,8 +74,8 @@ def method_lookup(function: Any, args: tuple[Any, ...]) -> Callable[..., Any] | 
     if function is not TensorProxy.__getattr__:
         return None
     if args[1].value in _LAYOUT and records.inside_a_call():
-        error = HookError(f"{args[1].value}() of a tensor is not known while a call is traced")
-        return partial(lambda error, *_, **__: raise_in_program(error), error)
+        refusal = HookError(f"{args[1].value}() of a tensor is not known while a call is traced")
+        return lambda *_, **__: raise_in_program(refusal)
     if args[1].value == "numel" and callable(args[0].value._numel):  # under thunder's cache of symbolic values
         return None
     method = getattr(torch.Tensor, args[1].value, None)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -35,6 +34,7 @@ from hookkit.engine.effects import Generators, State, WritesUndone, following_na
 from hookkit.engine.nodes import set_materialize_grads
 from hookkit.engine.outside import OUTSIDE, gets_gradients, parameters_of
 from hookkit.engine.reach import Reach, none_defined, note_undefined
+from hookkit.engine.reasons import in_words
 from hookkit.engine.recomputation import is_recomputing, record_draws
 from hookkit.engine.symbols import called, feed_undefined, make_symbol, symbol_name
 from hookkit.engine.traced import Invocation
@@ -48,7 +48,7 @@ from hookkit.engine.values import (
     map_leaves,
     wrap_result,
 )
-from hookkit.errors import HookError, MetaError, MetaWarning, OpaqueFallbackWarning, UntraceableError
+from hookkit.errors import HookError, MetaError, MetaWarning, OpaqueFallbackWarning, UntraceableError, warn_at
 from hookkit.patch import Patch
 from hookkit.returned import output_and_residuals
 
@@ -323,12 +323,12 @@ def opaque_call(invocation: Invocation, pending: BaseException | None) -> Any:
     operator, slots = _operator(invocation)
     operator.expected = expected = _find_metadata(invocation, operator, slots, pending)
     if expected.without_data is not None:
-        warnings.warn(
+        warn_at(
+            invocation.call.source or invocation.rule.declared_at,
             f"the metadata of {invocation.call} was found by running it on example values, because without data it "
             f"raised {type(expected.without_data).__name__}; declare a meta function to avoid that: rule = "
             "hookkit.rule(target, mode='opaque'), then @rule.meta",
             MetaWarning,
-            stacklevel=2,
         )
         expected.without_data = None  # its traceback holds what the run made
     if not expected.direct:
@@ -408,7 +408,7 @@ def fall_back(invocation: Invocation, error: BaseException) -> tuple[Any, str]:
         UntraceableError: if the mode does not allow the call to be opaque.
     """
     call = invocation.call
-    reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300] if str(error).strip() else ''}"
+    reason = in_words(error)
     if invocation.mode.mode == "trace":
         operator, slots = _operator(invocation)
         _find_metadata(invocation, operator, slots, error)
@@ -420,9 +420,8 @@ def fall_back(invocation: Invocation, error: BaseException) -> tuple[Any, str]:
     warned_of = _warned_of.setdefault(invocation.subject, set())
     if reason not in warned_of:
         warned_of.add(reason)
-        warnings.warn(
-            f"{call} cannot be traced and runs as one opaque operator: {reason}", OpaqueFallbackWarning, stacklevel=2
-        )
+        place = call.source or invocation.rule.declared_at
+        warn_at(place, f"{call} cannot be traced and runs as one opaque operator: {reason}", OpaqueFallbackWarning)
     return result, reason
 
 

@@ -49,7 +49,7 @@ class CallRecord:
 
     name: str
     source: Source | None
-    rule: Rule | None
+    rule: Rule[..., Any] | None
     candidates: Sequence[Candidate]
     outcome: str = "not taken"
     reason: str | None = None

@@ -44,10 +44,12 @@ class SeenTensor(torch.Tensor):
         )
         made._requires_grad = requires_grad
         made._is_param = ProxyTag.STATIC_MEMORY_LOCATION in proxy.tags  # what isinstance(x, torch.nn.Parameter) asks
-        return made  # type: ignore[no-any-return]
+        return made
 
     @classmethod
-    def __torch_dispatch__(cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
         raise _refusal(_described(args, kwargs or {}), f"torch.ops.{operation} computes with it")
 
     @property

@@ -108,7 +108,7 @@ class Origin:
         returned: what it returned, as a tree of proxies.
     """
 
-    rule: Rule
+    rule: Rule[..., Any]
     call: Call
     returned: Any
 

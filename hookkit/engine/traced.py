@@ -60,7 +60,7 @@ class Invocation:
         guarded: how many guards there were before it was tried to trace it; None if that was not tried.
     """
 
-    rule: Rule
+    rule: Rule[..., Any]
     call: Call
     bound: Bound
     owner: Any

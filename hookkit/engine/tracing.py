@@ -23,11 +23,10 @@ from thunder.core.interpreter import (
 from thunder.core.jit_ext import get_jit_ctx
 from thunder.core.prims import OpTags
 
-from hookkit.call import Source
 from hookkit.engine import gradflow
 from hookkit.errors import HookError
 
-__all__ = ["Attempt", "Raised", "add_note", "is_made", "raise_in_program", "user_source"]
+__all__ = ["Attempt", "Raised", "add_note", "is_made", "raise_in_program"]
 
 
 class Raised(Exception):
@@ -142,14 +141,6 @@ def add_note(error: BaseException, note: str) -> None:
         error.add_note(note)
     else:
         error.__notes__ = [*notes, note]  # type: ignore[attr-defined]
-
-
-def user_source() -> Source | None:
-    """Where the user's program is, as the interpreter knows it."""
-    file, positions = get_interpreterruntimectx().get_current_user_source_location()
-    if file is None or positions is None or positions.lineno is None:
-        return None
-    return Source(file, positions.lineno)
 
 
 def is_made(provenance: Any) -> bool:
