@@ -18,12 +18,15 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function
 from torch.fx import GraphModule
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 __all__ = [
+    "accumulates",
     "active_measures",
+    "addresses_refused",
     "apply_of",
     "autograd_registration",
     "composite_kernel",
@@ -174,6 +177,42 @@ def higher_order_apply_targets() -> tuple[Callable[..., Any], ...]:
         getattr(autograd_function, "autograd_function_apply", None),
     )
     return tuple(dict.fromkeys(target for target in found if target is not None))
+
+
+@contextmanager
+def addresses_refused() -> Iterator[None]:
+    """Within it a tensor that is made without data, in the FakeTensorMode around it, refuses to tell its address.
+
+    By default PyTorch answers 0 and warns, which a launcher of kernels, or a C++ extension, would read through.
+    """
+    # torch 2.7 to 2.15 have the option, private here: its public form, in torch._functorch.config, is read where a mode
+    # is made. It does not cover `const_data_ptr`, of torch 2.11. A torch that always refuses needs neither.
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    if mode is None:
+        yield
+        return
+    allowed, mode._allow_unsafe_data_ptr_access = mode._allow_unsafe_data_ptr_access, False
+    try:
+        with _attributes(FakeTensor, {"const_data_ptr": _has_no_address}):
+            yield
+    finally:
+        mode._allow_unsafe_data_ptr_access = allowed
+
+
+def _has_no_address(self: torch.Tensor) -> int:
+    raise NotImplementedError("a tensor without data has no const_data_ptr")
+
+
+def accumulates(node: Any) -> bool:
+    """Whether the backward that is running adds to a leaf's ``grad``, and does not hand the gradient to who asked.
+
+    Args:
+        node: the leaf's node in the autograd graph.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(node))  # private; torch 2.7 to 2.15 have it
+    except RuntimeError:  # what it says of a leaf in `torch.autograd.grad`
+        return False
 
 
 def graph_is_kept() -> bool:
