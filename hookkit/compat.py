@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function, forward_ad
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.fx import GraphModule
@@ -25,6 +26,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 
 __all__ = [
     "active_measures",
+    "addresses_refused",
     "apply_of",
     "autograd_registration",
     "batched_depth",
@@ -191,6 +193,30 @@ def dynamo_knows_dirty() -> bool:
     from torch._dynamo.variables.higher_order_ops import AutogradFunctionApplyVariable
 
     return hasattr(AutogradFunctionApplyVariable, "trace_forward_graph")
+
+
+@contextmanager
+def addresses_refused() -> Iterator[None]:
+    """Within it a tensor that is made without data, in the FakeTensorMode around it, refuses to tell its address.
+
+    By default PyTorch answers 0 and warns, which a launcher of kernels, or a C++ extension, would read through.
+    """
+    # torch 2.7 to 2.15 have the option, private here: its public form, in torch._functorch.config, is read where a mode
+    # is made. It does not cover `const_data_ptr`, of torch 2.11. A torch that always refuses needs neither.
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    if mode is None:
+        yield
+        return
+    allowed, mode._allow_unsafe_data_ptr_access = mode._allow_unsafe_data_ptr_access, False
+    try:
+        with _attributes(FakeTensor, {"const_data_ptr": _has_no_address}):
+            yield
+    finally:
+        mode._allow_unsafe_data_ptr_access = allowed
+
+
+def _has_no_address(self: torch.Tensor) -> int:
+    raise NotImplementedError("a tensor without data has no const_data_ptr")
 
 
 def graph_is_kept() -> bool:

@@ -240,7 +240,8 @@ class WritesUndone(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor, Any]] = {}
+        self.written: set[int] = set()  # the storages
         self._generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -248,12 +249,21 @@ class WritesUndone(TorchDispatchMode):
         for parameter, value in self._given(function, args, kwargs):
             if parameter.alias_info is not None and parameter.alias_info.is_write:
                 for tensor in value if isinstance(value, list | tuple) else [value]:
-                    if type(tensor) is torch.Tensor and id(tensor) not in self._tensors:
-                        with unset_fake_temporarily():
-                            self._tensors[id(tensor)] = (tensor, tensor.clone())
+                    if isinstance(tensor, torch.Tensor):
+                        self._note(tensor)
             elif isinstance(value, torch.Generator) and id(value) not in self._generators:
                 self._generators[id(value)] = (value, value.get_state())
         return function(*args, **kwargs)
+
+    def _note(self, tensor: torch.Tensor) -> None:
+        has_storage = tensor.layout is torch.strided
+        with torch._C.DisableTorchFunction():  # a mode that refuses the storage of tensors without data
+            if has_storage:
+                self.written.add(tensor.untyped_storage()._cdata)
+            if type(tensor) is torch.Tensor and id(tensor) not in self._tensors:
+                place = _place(tensor) if has_storage else None
+                with unset_fake_temporarily():
+                    self._tensors[id(tensor)] = (tensor, tensor.clone(), place)
 
     @staticmethod
     def _given(function: Any, args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
@@ -263,10 +273,16 @@ class WritesUndone(TorchDispatchMode):
     def undo(self) -> None:
         """Put everything back."""
         with torch.no_grad():
-            for tensor, before in self._tensors.values():
+            for tensor, before, place in reversed(self._tensors.values()):
+                if tensor.shape != before.shape and place is not None:  # by `set_`, or as the `out` of an operation
+                    tensor.set_(*place)
                 tensor.copy_(before)
         for generator, state in self._generators.values():
             generator.set_state(state)
+
+
+def _place(tensor: torch.Tensor) -> Any:
+    return tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
 
 
 def _names(code: types.CodeType) -> set[str]:

@@ -26,7 +26,7 @@ from thunder.extend import ImplInfo
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from hookkit import operators
+from hookkit import compat, operators
 from hookkit.engine import caching, gradflow, guards
 from hookkit.engine.direct import DirectCall, NodeState
 from hookkit.engine.eager import Autocast, EagerResult, OpaqueState, fill, provider_callee, run_eagerly, split_tensors
@@ -725,7 +725,7 @@ def _from_meta_function(
     invocation: Invocation, operator: OpaqueCall, slots: list[Proxy], provider: Callable[..., Any]
 ) -> Expected:
     operator.meta = invocation.rule.described("meta function")
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode(allow_non_fake_inputs=True), compat.addresses_refused():
         args, kwargs = fill(operator.arguments, [_example(p, None) for p in slots])
         kwargs.pop(OUTSIDE, None)
         leading = (invocation.call.seen,) if invocation.rule.pass_call else ()
@@ -794,6 +794,7 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         self._refused = self._ADDRESSES if refuse_memory else frozenset()
         self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._addresses = compat.addresses_refused()  # this mode is off in a backward that the call runs itself
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in self._refused:
@@ -807,10 +808,12 @@ class _Watch(TorchFunctionMode):
 
     def __enter__(self) -> _Watch:
         _fake_tensor_log.disabled = True  # what fails here is said once, by whoever asked
+        self._addresses.__enter__()
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._addresses.__exit__(None, None, None)
         _fake_tensor_log.disabled = False
         for parameter, gradient in self._gradients.values():
             parameter.grad = gradient

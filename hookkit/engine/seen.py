@@ -29,14 +29,14 @@ class SeenTensor(torch.Tensor):
     ordinary tensor would have to be a leaf.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _requires_grad: bool
     _is_param: bool
 
     @staticmethod
     def of(proxy: TensorProxy, requires_grad: bool) -> SeenTensor:
         """What is seen of a proxy."""
-        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: Any = torch.Tensor._make_wrapper_subclass(
             SeenTensor,
             tuple(int(n) for n in proxy.shape),
             dtype=dtypes.to_torch_dtype(proxy.dtype),
