@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from functools import partial, partialmethod
 from typing import Any
@@ -16,7 +17,7 @@ from thunder import clang
 from thunder.common import CompileData
 from thunder.core import codeutils, interpreter, jit_ext
 from thunder.core.compile_data import get_compile_data
-from thunder.core.interpreter import interpreter_needs_wrap, wrap_const
+from thunder.core.interpreter import interpreter_needs_wrap
 from thunder.core.module import ThunderModule
 from thunder.core.proxies import NumberProxy, TensorProxy
 from thunder.core.symbol import Symbol
@@ -38,6 +39,7 @@ from hookkit.engine import (
     differentiation,
     dynamo,
     gradflow,
+    identity,
     modules,
     mutation,
     operations,
@@ -165,6 +167,7 @@ def _patches() -> list[Patch]:
         Patch(interpreter, "globals_lookup", partial(shortcuts.look_up_global, interpreter.globals_lookup)),
         Patch(interpreter, "_binary_op", partial(shortcuts.apply_operator, interpreter._binary_op)),
         *(Patch(handlers, n, partial(caching.read_two, handlers[n])) for n in ("COMPARE_OP", "DICT_UPDATE")),
+        Patch(handlers, "IS_OP", partial(identity.is_same, handlers["IS_OP"])),
         Patch(handlers, "UNPACK_SEQUENCE", partial(shortcuts.unpack_sequence, handlers["UNPACK_SEQUENCE"])),
         Patch(Symbol, "bind", partialmethod(corrections.bind, Symbol.bind)),
         Patch(interpreter.MappingKeysView, "__len__", corrections.keys_count),
@@ -255,14 +258,14 @@ def _lookaside(stock: Callable[..., Any]) -> Callable[..., Any]:
             answer = None
         if answer is not None:
             return answer
+        if (found := identity.lookaside(fn, args)) is not None:
+            return found
         if fn is TensorProxy.grad.fget:
             return lookaside_for(_tensor_grad.__get__, None, args, {}) or stock(fn, *args)
         if operations.iterates(fn):
             return None
         if fn is setattr and operations.is_torch_attribute(*args[:2]):
             return operations.assign
-        if fn is hasattr and operations.is_torch_attribute(*args[:2], value=True):
-            return lambda *_: wrap_const(True)
         if isinstance(fn, torch.fx.GraphModule):
             compat.realise_graph_module(fn)
         if isinstance(fn, _WrappedCall):
@@ -298,6 +301,8 @@ def _dispatch(
     if compat.is_optimized(callee):  # Dynamo would compile the interpreter
         fn = interpreter._interpret_call(getattr, fn, interpreter.wrap_const("_torchdynamo_orig_callable"))
         return stock(compilectx, runtimectx, fn, *args, **kwargs)
+    if isinstance(callee, weakref.ref) and (tensor := identity.referent(callee)) is not None:
+        return tensor
     if callee is _function_apply and args:  # unbound already, by the interpreter's LOAD_METHOD
         owner, args = args[0], args[1:]
         callee = owner.value.apply
