@@ -38,6 +38,7 @@ SOURCES: dict[str, dict[str, Any]] = {
     "hookkit.engine.opaque": _ALL,
     "hookkit.engine.modules": _ALL,
     "hookkit.engine.corrections": _ALL,
+    "hookkit.engine.identity": _ALL,
     "hookkit.engine.shortcuts": _SPEED,
     "hookkit.engine.dynamo": _THUNDERFX,
 }

@@ -238,7 +238,7 @@ def describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 
 def _describe(value: Any, depth: int = 4) -> str:
     if isinstance(value, torch.Tensor):
-        return "tensor"
+        return "tensor" if type(value) is torch.Tensor else type(value).__qualname__
     if isinstance(value, str | bytes | bool | int | float | complex | type(None) | torch.dtype | torch.device):
         return repr(value)
     if isinstance(value, _CALLABLES):

@@ -18,6 +18,7 @@ from thunder.core.dtypes import to_torch_dtype
 from thunder.core.interpreter import PseudoInst
 from thunder.core.proxies import NumberProxy, TensorProxy
 
+from hookkit.engine import identity
 from hookkit.engine.opaque import record_constant
 from hookkit.patch import Patch, around, around_method
 
@@ -48,6 +49,14 @@ def proxify(context: Any, stock: Callable[..., Any], value: Any) -> Any:
     thunder (``JitCtx.proxify`` in thunder/core/jit_ext.py) makes a named tuple as if it took one sequence, and cannot
     unpack a tensor that is a constant of the program.
     """
+    held = value.value
+    proxies = _proxify(context, stock, value)
+    if isinstance(held, torch.Tensor) and isinstance(proxies, TensorProxy):
+        identity.note(context.computation_trace, held, value)
+    return proxies
+
+
+def _proxify(context: Any, stock: Callable[..., Any], value: Any) -> Any:
     held = value.value
     if value.original_value is not value.nothing:
         return stock(context, value)

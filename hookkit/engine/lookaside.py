@@ -6,6 +6,7 @@ Also what thunder's record of a compiled program's dependencies holds, and what 
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,12 +14,21 @@ from typing import Any
 import torch
 from thunder.core import interpreter, jit_ext
 from thunder.core.compile_data import get_compile_data
-from thunder.core.interpreter import interpreter_needs_wrap, wrap_const
+from thunder.core.interpreter import interpreter_needs_wrap
 from thunder.core.proxies import TensorProxy
 from torch.fx.graph_module import _WrappedCall
 
 from hookkit import compat
-from hookkit.engine import caching, corrections, differentiation, gradflow, mutation, operations, recomputation
+from hookkit.engine import (
+    caching,
+    corrections,
+    differentiation,
+    gradflow,
+    identity,
+    mutation,
+    operations,
+    recomputation,
+)
 from hookkit.engine.calls import lookaside_for
 from hookkit.engine.effects import note_called
 from hookkit.engine.iteration import iterator_lookaside
@@ -87,14 +97,14 @@ def _lookaside(stock: Callable[..., Any]) -> Callable[..., Any]:
             answer = None
         if answer is not None:
             return answer
+        if (found := identity.lookaside(fn, args)) is not None:
+            return found
         if fn is TensorProxy.grad.fget:
             return lookaside_for(_tensor_grad.__get__, None, args, {}) or stock(fn, *args)
         if operations.iterates(fn):
             return None
         if fn is setattr and operations.is_torch_attribute(*args[:2]):
             return operations.assign
-        if fn is hasattr and operations.is_torch_attribute(*args[:2], value=True):
-            return lambda *_: wrap_const(True)
         note_called(fn)
         if isinstance(fn, torch.fx.GraphModule):
             compat.realise_graph_module(fn)
@@ -131,6 +141,8 @@ def _dispatch(
     if compat.is_optimized(callee):  # Dynamo would compile the interpreter
         fn = interpreter._interpret_call(getattr, fn, interpreter.wrap_const("_torchdynamo_orig_callable"))
         return stock(compilectx, runtimectx, fn, *args, **kwargs)
+    if isinstance(callee, weakref.ref) and (tensor := identity.referent(callee)) is not None:
+        return tensor
     if callee is _function_apply and args:  # unbound already, by the interpreter's LOAD_METHOD
         owner, args = args[0], args[1:]
         callee = owner.value.apply

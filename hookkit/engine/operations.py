@@ -165,15 +165,14 @@ def _named(name: str, result: Any) -> Any:
     return wrap_result(named(value), result)
 
 
-def is_torch_attribute(tensor: Any, name: Any, *, value: bool = False) -> bool:
+def is_torch_attribute(tensor: Any, name: Any) -> bool:
     """Whether an attribute that torch defines is meant, of a wrapped tensor.
 
     Args:
         tensor: the wrapped object.
         name: the wrapped name.
-        value: whether only attributes count that tell of the tensor's value.
     """
-    if not isinstance(tensor.value, TensorProxy) or (value and name.value in IDENTITY):
+    if not isinstance(tensor.value, TensorProxy):
         return False
     return inspect.getattr_static(torch.Tensor, name.value, None) is not None
 

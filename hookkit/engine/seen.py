@@ -36,7 +36,7 @@ class SeenTensor(torch.Tensor):
     @staticmethod
     def of(proxy: TensorProxy, requires_grad: bool) -> SeenTensor:
         """What is seen of a proxy."""
-        made: Any = torch.Tensor._make_wrapper_subclass(
+        made: SeenTensor = torch.Tensor._make_wrapper_subclass(
             SeenTensor,
             tuple(int(n) for n in proxy.shape),
             dtype=dtypes.to_torch_dtype(proxy.dtype),

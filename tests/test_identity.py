@@ -1,0 +1,85 @@
+"""hookkit.engine.identity: what a program is told of a tensor as an object of Python is what eager PyTorch tells."""
+
+import pytest
+import thunder
+import torch
+from agreement import assert_agrees
+from torch.distributions import Normal, kl_divergence
+
+import hookkit
+
+
+def matrix():
+    return torch.linspace(0.1, 1.2, 12).reshape(3, 4).requires_grad_()
+
+
+QUESTIONS = {
+    "is_tensor_like": torch.overrides.is_tensor_like,
+    "is_tensor": torch.is_tensor,
+    "isinstance": lambda x: isinstance(x, torch.Tensor),
+    "isinstance of several": lambda x: isinstance(x, (int, torch.Tensor)),
+    "isinstance of another": lambda x: isinstance(x, (int, float)),
+    "is a parameter": lambda x: isinstance(x, torch.nn.Parameter),
+    "type": lambda x: type(x) is torch.Tensor,
+    "__class__": lambda x: x.__class__ is torch.Tensor,
+    "hasattr": lambda x: hasattr(x, "shape") and not hasattr(x, "no_such_attribute"),
+}
+
+
+@pytest.mark.parametrize("ask", QUESTIONS.values(), ids=QUESTIONS)
+@pytest.mark.parametrize("made", [lambda x: x, torch.sin], ids=["an input", "made by the program"])
+def test_a_branch_on_what_a_tensor_is_is_eagers(ask, made):
+    assert_agrees(lambda x: x * 2 if ask(made(x)) else x * 3, matrix())
+
+
+@pytest.mark.parametrize("ask", QUESTIONS.values(), ids=QUESTIONS)
+def test_the_same_of_a_parameter(ask):
+    class Asks(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            return x * self.weight * (2 if ask(self.weight) else 3)
+
+    assert_agrees(Asks(), matrix())
+
+
+def test_a_program_is_compiled_again_for_an_input_of_another_class():
+    jitted = thunder.jit(lambda x: x * 2 if isinstance(x, torch.nn.Parameter) else x * 3)
+    assert jitted(torch.ones(1)).item() == 3
+    assert jitted(torch.nn.Parameter(torch.ones(1))).item() == 2
+    assert jitted(torch.ones(1)).item() == 3
+
+
+@pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
+@pytest.mark.parametrize("options", [{}, {"bidirectional": True, "num_layers": 2, "batch_first": True}], ids=str)
+def test_a_recurrent_module_gives_its_parameters_their_gradients(kind, options):
+    assert_agrees(kind(4, 3, **options), torch.linspace(-1, 1, 24).reshape(2, 3, 4).requires_grad_())
+
+
+@pytest.mark.parametrize("kind", [torch.nn.LSTMCell, torch.nn.GRUCell, torch.nn.RNNCell])
+def test_a_recurrent_cell_does(kind):
+    assert_agrees(kind(4, 3), matrix())
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda x: Normal(x, 1.5, validate_args=False).log_prob(x * 2),
+        lambda x: kl_divergence(Normal(x, 1.5, validate_args=False), Normal(x * 2, x.exp(), validate_args=False)),
+    ],
+    ids=["log_prob", "kl_divergence"],
+)
+def test_distributions_that_check_no_values_are_differentiated(program):
+    assert_agrees(program, matrix())
+
+
+def test_a_distribution_that_checks_values_is_refused():
+    with pytest.raises(NotImplementedError, match="data dependency"):
+        thunder.jit(lambda x: Normal(x, 1.5).log_prob(x))(matrix())
+
+
+def test_a_leaf_is_asked_for_outside():
+    with pytest.raises(hookkit.HookError, match="is_leaf of an argument that requires grad is not supported"):
+        thunder.jit(lambda x: x * 2 if x.is_leaf else x)(matrix())
