@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 import torch
 from thunder.executors.torch_autograd import ThunderFunction, ThunderOutputFunction
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn import Parameter
 
 from hookkit.engine import reach
@@ -132,10 +131,20 @@ def hand_over(stock: Callable[..., Any], ctx: Any, *gradients: Any) -> Any:
         ctx: its ctx.
         *gradients: its gradients.
     """
-    if not torch._C._are_functorch_transforms_active():
+    if not _in_a_batch():
         return stock(ctx, *gradients)
-    with temporarily_clear_interpreter_stack():
+    torch._C._vmapmode_decrement_nesting()
+    try:
         return stock(ctx, *gradients)
+    finally:
+        torch._C._vmapmode_increment_nesting()
+
+
+def _in_a_batch() -> bool:
+    """Whether PyTorch runs one backward for a batch of gradients (``torch._vmap_internals``, which tells nobody)."""
+    level: int = torch._C._vmapmode_increment_nesting()
+    torch._C._vmapmode_decrement_nesting()
+    return level > 1
 
 
 def _first_derivative(stock: Callable[..., Any], ctx: Any, names: Functions | None, gradients: Any) -> Any:
@@ -161,7 +170,7 @@ def _refuse_second(ctx: Any, names: Functions | None, received: list[torch.Tenso
     if not tensors or not inputs:
         return result
     # of a batch, in vmap, the graph is made of operations; sparse gradients cannot be added to
-    batched = torch._C._are_functorch_transforms_active()
+    batched = _in_a_batch()
     passed = [torch.zeros(())] if batched else tensors
     refused = torch._C._functions.DelayedError("", len(passed) + len(inputs))(*passed, *inputs)
     refused[0].grad_fn.register_prehook(partial(_raise_refusal, names))

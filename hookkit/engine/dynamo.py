@@ -8,7 +8,7 @@ graph, and the Function runs between two compiled graphs. What Dynamo does for o
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any, NoReturn
 
@@ -19,7 +19,7 @@ from torch._dynamo.exc import TorchDynamoException, Unsupported
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import VariableTracker
 
-from hookkit.engine.outside import is_transform_active, is_transformed
+from hookkit.engine.outside import is_transform_active, is_transformed, refuse_transformed
 
 __all__ = ["STEPS", "apply", "call_method", "compile_graph", "var_getattr"]
 
@@ -36,13 +36,20 @@ def compile_graph(compiler: Any, stock: Callable[..., Any], graph: Any, sample_a
     """``ThunderCompiler.__call__``; a graph with a transform of ``torch.func`` in it or around it runs eagerly.
 
     So does one with forward-mode differentiation. Their tensors stand for more than their data, which a trace would
-    lose, and so might inductor, to which ``thunderfx`` gives what thunder does not support. Dynamo guards on what is
-    around the graph.
+    lose, and so would inductor, to which ``thunderfx`` gives what thunder does not support. What was compiled earlier
+    refuses them: Dynamo does not always guard on what is around a graph.
     """
     transformed = any(is_transformed(a) for a in sample_args if isinstance(a, torch.Tensor))
     if transformed or is_transform_active() or any(_is_of_transform(n.target) for n in graph.graph.nodes):
         return graph.forward
-    return stock(compiler, graph, sample_args)
+    compiled = stock(compiler, graph, sample_args)
+
+    def run(*args: Any) -> Any:
+        if is_transform_active():
+            refuse_transformed(*args)
+        return compiled(*args)
+
+    return run
 
 
 def _is_of_transform(target: Any) -> bool:
@@ -64,14 +71,26 @@ def apply(function: Any, stock: Callable[..., Any], tx: Any, args: Any, kwargs: 
         _leave(owner.__name__, "Dynamo traces its forward alone inside of a transform, as of torch.func")
     try:
         return stock(function, tx, args, kwargs)
+    except Unsupported:
+        _skip(owner)
+        raise
     except TorchDynamoException:  # what it says to itself, or to the user
         raise
     except Exception as error:
-        # nor may it compile them by themselves, when eager PyTorch calls them: it might fail again
-        for method in (owner.forward, owner.setup_context, owner.backward):
-            if isinstance(method, FunctionType):
-                skip_code(method.__code__)
+        _skip(owner)
         _leave(owner.__name__, f"Dynamo fails with {type(error).__name__}: {error}", error)
+
+
+def _skip(owner: type[Any]) -> None:
+    """Keep Dynamo from compiling a Function's methods by themselves, when eager PyTorch calls them: it may fail again.
+
+    Nor its base classes' methods, which those may call.
+    """
+    for base in owner.__mro__:
+        for name in ("forward", "setup_context", "backward", "vjp"):
+            method = getattr(vars(base).get(name), "__func__", None)
+            if isinstance(method, FunctionType) and base is not torch.autograd.Function:
+                skip_code(method.__code__)
 
 
 def call_method(ctx: Any, stock: Callable[..., Any], tx: Any, name: str, args: Any, kwargs: Any) -> Any:
