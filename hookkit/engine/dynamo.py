@@ -38,8 +38,8 @@ def compile_graph(compiler: Any, stock: Callable[..., Any], graph: Any, sample_a
     """``ThunderCompiler.__call__``; a graph with a transform of ``torch.func`` in it or around it runs eagerly.
 
     So does one with forward-mode differentiation. Their tensors stand for more than their data, which a trace would
-    lose, and so might inductor, to which ``thunderfx`` gives what thunder does not support. Dynamo guards on what is
-    around the graph.
+    lose, and so would inductor, to which ``thunderfx`` gives what thunder does not support. What was compiled earlier
+    refuses them: Dynamo does not always guard on what is around a graph.
     """
     if transforms.active() or any(_is_of_transform(n.target) for n in graph.graph.nodes):
         return graph.forward
@@ -69,13 +69,13 @@ def apply(function: Any, stock: Callable[..., Any], tx: Any, args: Any, kwargs: 
         if is_once_differentiable(owner):
             _write_no_grad(tx.output.nn_modules, installed)
         return result
+    except Unsupported:
+        _skip(owner)
+        raise
     except TorchDynamoException:  # what it says to itself, or to the user
         raise
     except Exception as error:
-        # nor may it compile them by themselves, when eager PyTorch calls them: it might fail again
-        for method in (owner.forward, owner.setup_context, owner.backward):
-            if isinstance(method, FunctionType):
-                skip_code(method.__code__)
+        _skip(owner)
         _leave(owner.__name__, f"Dynamo fails with {type(error).__name__}: {error}", error)
 
 
@@ -88,6 +88,18 @@ def _write_no_grad(modules: dict[str, Any], before: set[str]) -> None:
     if name is None:
         _leave("a Function", "its backward is once_differentiable, and Dynamo puts it where hookkit does not look")
     write_no_grad(modules[name])
+
+
+def _skip(owner: type[Any]) -> None:
+    """Keep Dynamo from compiling a Function's methods by themselves, when eager PyTorch calls them: it may fail again.
+
+    Nor its base classes' methods, which those may call.
+    """
+    for base in owner.__mro__:
+        for name in ("forward", "setup_context", "backward", "vjp"):
+            method = getattr(vars(base).get(name), "__func__", None)
+            if isinstance(method, FunctionType) and base is not torch.autograd.Function:
+                skip_code(method.__code__)
 
 
 def read_attribute(ctx: Any, stock: Callable[..., Any], tx: Any, name: str) -> Any:
