@@ -13,6 +13,7 @@ from types import FunctionType
 from typing import Any, NoReturn
 
 import thunder.dynamo.compiler
+import torch
 from torch._dynamo.decorators import skip_code  # type: ignore[attr-defined]
 from torch._dynamo.exc import TorchDynamoException, Unsupported
 from torch._dynamo.symbolic_convert import InstructionTranslator
