@@ -64,7 +64,11 @@ def apply(function: Any, stock: Callable[..., Any], tx: Any, args: Any, kwargs: 
         _leave(owner.__name__, "Dynamo does not know where the class comes from, and takes it for a global")
     if transforms.active():
         _leave(owner.__name__, "Dynamo traces its forward alone inside of a transform, as of torch.func")
+    if any(_is_within(outer.backward, tx) for outer in _applied):
+        # Dynamo would trace its forward alone, as grad mode is off there; a second derivative asks for its backward
+        _leave(owner.__name__, "the backward of another Function applies it")
     installed = set(tx.output.nn_modules)
+    _applied.append(owner)
     try:
         result = stock(function, tx, args, kwargs)
         if is_once_differentiable(owner):
@@ -78,6 +82,22 @@ def apply(function: Any, stock: Callable[..., Any], tx: Any, args: Any, kwargs: 
     except Exception as error:
         _skip(owner)
         _leave(owner.__name__, f"Dynamo fails with {type(error).__name__}: {error}", error)
+    finally:
+        _applied.pop()
+
+
+# The Functions that Dynamo is about to trace, each in one that applies it; it traces in one thread at a time.
+_applied: list[type[Any]] = []
+
+
+def _is_within(function: Any, tx: Any) -> bool:
+    """Whether Dynamo is tracing a call of a function."""
+    code = getattr(function, "__code__", None)
+    while tx is not None:
+        if tx.f_code is code:
+            return True
+        tx = getattr(tx, "parent", None)
+    return False
 
 
 def _write_no_grad(modules: dict[str, Any], before: set[str]) -> None:
