@@ -289,7 +289,9 @@ class NameTarget:
         part = ""
         for part in self.qualname.split("."):
             holder = found
-            found = vars(module).get(part) if holder is module else getattr(holder, part, None)
+            # torch.ops makes its namespaces when they are asked for; other modules might import something
+            looks = holder is not module or isinstance(module, torch._ops._Ops)
+            found = getattr(holder, part, None) if looks else vars(module).get(part)
             if found is None:
                 break
         return found, holder, part
