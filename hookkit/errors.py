@@ -22,7 +22,6 @@ __all__ = [
     "TargetWarning",
     "TransformWarning",
     "UntraceableError",
-    "warn_at",
 ]
 
 
