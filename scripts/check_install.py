@@ -71,7 +71,7 @@ def run_case(case: Any, compile_: Any) -> str | None:
 
 def main(root: Path) -> int:
     """Run everything; return the exit status."""
-    assert not Path(hookkit.__file__).is_relative_to(root / "hookkit"), "the checkout is imported, not what is installed"
+    assert not Path(hookkit.__file__).is_relative_to(root / "hookkit"), "the checkout is imported, not the package"
     warnings.simplefilter("ignore")
     failures = list(run_readme(root))
     count = 1
