@@ -149,8 +149,8 @@ def test_thunder_imported_by_a_module_of_hookkit_waits_for_that_module(program):
     program(
         "import hookkit\nhookkit.rule\nassert plugin_state() == ['on']",
         files={
-            "hookkit/plugin.py": f"from hookkit.rule import rule\n{PLUGIN}",
-            "hookkit/rule.py": "import hookkit.engine, state\nrule = 1\nassert not state.plugin_state()",
+            "hookkit/plugin.py": f"from hookkit.declare import rule\n{PLUGIN}",
+            "hookkit/declare.py": "import hookkit.engine, state\nrule = 1\nassert not state.plugin_state()",
             "hookkit/engine.py": "import thunder",
         },
     )
@@ -355,7 +355,8 @@ def test_submodules_do_not_take_the_place_of_the_functions_named_like_them(progr
     program(
         f"{imports}\nimport hookkit\nassert hookkit.rule() == 'rule' and hookkit.rules() == 'rules'",
         files={
-            "hookkit/rule.py": "Rule = 0\ndef rule(): return 'rule'",
+            "hookkit/rule.py": "Rule = 0",
+            "hookkit/declare.py": "def rule(): return 'rule'",
             "hookkit/registry.py": "def rules(): return 'rules'",
             "hookkit/rules/__init__.py": "",
             "hookkit/rules/autograd_function.py": "",
