@@ -50,6 +50,7 @@ nitpick_ignore_regex = [
     (r"py:.*", r"(torch|thunder)(\..*)?"),
     (r"py:.*", r"collections\.abc\..*"),
     (r"py:.*", r"(typing\.)?(Any|Literal|TypeVar)"),
+    (r"py:class", r"~[PR]"),  # type variables
     (r"py:class", r"None|bool|int|str|tuple|dict|type|RuntimeError|UserWarning"),
 ]
 

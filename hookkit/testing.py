@@ -107,7 +107,7 @@ def assert_same(
         The compiled program.
 
     Raises:
-        Difference: an AssertionError, at the first difference; it says where.
+        AssertionError: at the first difference; it says where (a `Difference`).
 
     Example:
         >>> import hookkit.testing, torch
