@@ -73,7 +73,7 @@ def _refuse_bare_use(target: Any, frame: types.FrameType) -> None:
         raise RegistrationError(
             f"@hookkit.rule at {frame.f_code.co_filename}:{frame.f_lineno} decorates {target.__qualname__} without a "
             f"target: write @hookkit.rule(target), where the target is the function whose calls "
-            f"{target.__qualname__} stands for. For a function with a gradient of its own use @hookkit.differentiable."
+            f"{target.__qualname__} stands for."
         )
 
 
