@@ -24,7 +24,7 @@ from hookkit.engine.tracing import raise_in_program
 from hookkit.errors import HookError
 from hookkit.patch import Patch, around
 
-__all__ = ["PATCHES", "is_same", "lookaside", "note", "referent"]
+__all__ = ["PATCHES", "forget", "is_same", "lookaside", "note", "referent"]
 
 # for each name of a proxy that stands for a tensor which was there before: the tensor, and the wrapped proxy
 _inputs: weakref.WeakKeyDictionary[TraceCtx, dict[str, tuple[torch.Tensor, Any]]] = weakref.WeakKeyDictionary()
@@ -33,6 +33,11 @@ _inputs: weakref.WeakKeyDictionary[TraceCtx, dict[str, tuple[torch.Tensor, Any]]
 def note(trace: TraceCtx, tensor: torch.Tensor, wrapped: Any) -> None:
     """A tensor that was there before is replaced, in the program that is traced, by a proxy."""
     _inputs.setdefault(trace, {}).setdefault(wrapped.value.name, (tensor, wrapped))
+
+
+def forget(trace: TraceCtx) -> None:
+    """Let go of the tensors of a trace that is finished, which itself is kept."""
+    _inputs.pop(trace, None)
 
 
 def lookaside(function: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:

@@ -74,6 +74,7 @@ def _cache_info(stock: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, A
 def _inputs_and_intermediates(stock: Callable[..., Any], trace: Any) -> Any:
     """What thunder asks of a finished trace; by now it is known what composites must return."""
     refuse_if_concerned(trace)
+    identity.forget(trace)
     export_leaks(trace)
     mutation.check(trace)
     differentiation.check_undefined(trace)
