@@ -19,7 +19,7 @@ import attrs
 import torch
 
 import hookkit
-from hookkit import compat, doctor, plugin
+from hookkit import compat, doctor, patch, plugin
 from hookkit.errors import HookError
 from hookkit.registry import ENTRY_POINT_GROUP, entry_points
 from hookkit.reporting import explain
@@ -74,6 +74,7 @@ def _information() -> str:
     lines = [
         *_version_lines(),
         *_section("compat measures", compat.active_measures()),
+        *_section("left out, as it does not fit", [*map(str, patch.left_out), *_refused_targets(rules)]),
         *_section("rules", [f"{rule}{_open_names(rule)}" for rule in rules]),
         *_section(f"entry points {ENTRY_POINT_GROUP!r}", points),
     ]
@@ -99,6 +100,10 @@ def _version_lines() -> list[str]:
 
 def _section(title: str, items: Sequence[str]) -> list[str]:
     return [f"{title}:", *(f"  {item}" for item in items or ("none",))]
+
+
+def _refused_targets(rules: Sequence[hookkit.Rule[..., Any]]) -> list[str]:
+    return [f"calls of {misfit} are refused by the rule {rule.name}" for rule in rules for misfit in rule.misfits]
 
 
 def _open_names(rule: hookkit.Rule[..., Any]) -> str:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import hookkit
+from hookkit import patch
 from hookkit.__main__ import main
 
 PROGRAM = """
@@ -92,3 +93,11 @@ def test_a_program_that_cannot_be_traced_gives_status_one(capsys, module):
 def test_what_is_not_there_gives_status_two_and_says_what_to_do(capsys, module, arguments, message):
     assert main(["explain", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_what_does_not_fit_the_installed_versions_is_listed(monkeypatch, capsys):
+    gone = patch.Patch("thunder:gone", lambda stock: stock, "nothing is lost")
+    monkeypatch.setattr(patch, "left_out", [patch.LeftOut(gone, "thunder:gone is not there")])
+    assert main([]) == 0
+    printed = capsys.readouterr().out
+    assert "left out, as it does not fit:\n  thunder:gone is not there; without the patch nothing is lost\n" in printed

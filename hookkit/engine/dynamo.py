@@ -39,8 +39,7 @@ def compile_graph(compiler: Any, stock: Callable[..., Any], graph: Any, sample_a
     """``ThunderCompiler.__call__``; a graph with a transform of ``torch.func`` in it or around it runs eagerly.
 
     So does one with forward-mode differentiation. Their tensors stand for more than their data, which a trace would
-    lose, and so would inductor, to which ``thunderfx`` gives what thunder does not support. What was compiled earlier
-    refuses them: Dynamo does not always guard on what is around a graph.
+    lose, and so would inductor, to which ``thunderfx`` gives what thunder does not support.
     """
     if transforms.active() or any(_is_of_transform(n.target) for n in graph.graph.nodes):
         return graph.forward
