@@ -299,16 +299,25 @@ def nodes_need_owners() -> bool:
         return True
 
 
-def gradient_edge(tensor: torch.Tensor) -> Any:
+class _OwningEdge(GradientEdge):
+    """A gradient edge of a torch whose edges hold no more than the node, with what keeps the node from being freed."""
+
+    owner: Any
+
+
+def gradient_edge(tensor: torch.Tensor) -> GradientEdge:
     """A tensor's place in the autograd graph; the node lives as long as the edge, and the tensor need not.
 
     Up to torch 2.8 an edge does not own the node of a custom Function: asked for anything once the tensor is gone it
-    raises, or ends the process. A view's node owns the node before it. Delete that when torch 2.9 is the oldest.
+    raises, or ends the process. Delete this, and its class, when torch 2.9 is the oldest supported.
     """
-    if tensor.grad_fn is not None and "ownership_token" not in GradientEdge._fields and nodes_need_owners():
-        with torch.enable_grad():
-            tensor = tensor.view_as(tensor)
-    return get_gradient_edge(tensor)
+    edge = get_gradient_edge(tensor)
+    if "ownership_token" in edge._fields or not isinstance(edge.node, torch._C._FunctionBase):
+        return edge
+    owning = _OwningEdge(*edge)
+    with torch.enable_grad():
+        owning.owner = tensor.view_as(tensor).grad_fn  # a view's node owns the node before it
+    return owning
 
 
 def autograd_registration(operator: OpOverload) -> Any:

@@ -205,3 +205,24 @@ def test_where_the_two_names_differ_both_are_targets(monkeypatch):
 def test_a_torch_without_one_of_the_names_has_one_target(monkeypatch):
     monkeypatch.delattr(torch._functorch.autograd_function, "autograd_function_apply")
     assert compat.higher_order_apply_targets() == (torch.ops.higher_order.autograd_function_apply,)
+
+
+# The autograd graph
+
+
+def test_a_gradient_edge_keeps_a_custom_functions_node_when_its_output_is_gone():
+    class Hundredfold(Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 100 * ctx.saved_tensors[0] * grad
+
+    x = torch.full((2,), 3.0, requires_grad=True)
+    edge = compat.gradient_edge(Hundredfold.apply(x))
+    assert len(edge.node.saved_tensors) == len(edge.node.next_functions) == 1
+    (gradient,) = torch.autograd.grad([edge], [x], [torch.ones(2)])
+    assert gradient.tolist() == [300.0, 300.0]
