@@ -18,7 +18,19 @@ from torch.autograd import Function
 
 import hookkit
 from hookkit import engine
-from hookkit.engine import arguments, calls, eager, functionalise, opaque, records, replay, symbols, traced, values
+from hookkit.engine import (
+    arguments,
+    calls,
+    eager,
+    functionalise,
+    opaque,
+    probing,
+    records,
+    replay,
+    symbols,
+    traced,
+    values,
+)
 from hookkit.registry import Registry
 
 E = type("Injected", (Exception,), {})
@@ -46,7 +58,7 @@ def state():
         "function modes": torch.overrides._len_torch_function_stack(),
         "dispatch modes": torch._C._len_torch_dispatch_stack(),
         "random": (random.getstate(), torch.random.get_rng_state().tolist()),
-        "log": opaque._fake_tensor_log.disabled,
+        "log": probing._fake_tensor_log.disabled,
     }
 
 
@@ -203,7 +215,7 @@ STAGES = {
     "residuals": [(traced, "_split")],
     "backward": [(traced, "_run_backward"), (traced, "_fit")],
     "symbol": [(symbols, "symbol_name"), (symbols, "make_symbol"), (symbols, "bind"), (functionalise, "functionalise")],
-    "meta": [(opaque, "_find_metadata")],
+    "meta": [(opaque, "find_metadata")],
     "replay": [(replay, "key_of"), (replay, "remember")],
     "wrap": [(values, "wrap_result")],
     "gradient": [(symbols.Composite, "gradient_transform"), (opaque, "_gradient_transform")],
@@ -271,7 +283,7 @@ def test_a_fault_of_the_engine_reaches_the_user_and_leaves_nothing(holder, name,
 
 @pytest.mark.parametrize(
     ("holder", "name"),
-    [(eager, "run_eagerly"), (eager, "split_tensors"), (opaque, "_probe"), (opaque, "_can_go_directly")],
+    [(eager, "run_eagerly"), (eager, "split_tensors"), (probing, "probe"), (probing, "_can_go_directly")],
     ids=lambda v: getattr(v, "__name__", v),
 )
 def test_a_fault_while_an_opaque_call_is_tried_out_is_said(holder, name):

@@ -16,7 +16,7 @@ from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
 
 from hookkit.call import Source
-from hookkit.engine.opaque import OpaqueCall
+from hookkit.engine.opaque_operator import OpaqueCall
 from hookkit.engine.records import CallRecord, MissedForm, tracings_of, want_all_candidates
 from hookkit.engine.symbols import Composite
 from hookkit.errors import HookError
