@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test fuzz lint types layering docs bench load peers matrix clean
+.PHONY: help demo test fuzz lint types layering docs bench load peers matrix fresh dist clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
@@ -50,10 +50,16 @@ load: $(INSTALLED)  ## compile, run and drop programs thousands of times, and co
 peers: $(INSTALLED)  ## run thunder's own tests with hookkit enabled
 	$(BIN)/python scripts/peer_tests.py
 
-matrix:  ## run the tests with another torch, as in: make matrix TORCH=2.9.1
-	@test -n '$(TORCH)' || { echo 'usage: make matrix TORCH=2.9.1'; exit 2; }
-	PYTHON='$(PYTHON)' scripts/matrix.sh '$(TORCH)'
+# An environment at a time, because one takes 7 GB.
+matrix:  ## run the tests with each torch of the range, or with some: make matrix TORCH='2.9.1 2.15.0'
+	PYTHON='$(PYTHON)' scripts/matrix.sh $(TORCH)
+
+fresh:  ## install as a user does, with the newest torch, and run what the README and the contract promise
+	PYTHON='$(PYTHON)' scripts/fresh_install.sh
+
+dist: $(INSTALLED)  ## build wheel and sdist in dist/, check them, and run the wheel away from the checkout
+	scripts/dist.sh
 
 clean:  ## remove the environments and everything built
-	rm -rf $(VENV) .venv-torch-* build dist docs/_build .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-* build dist docs/_build .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
