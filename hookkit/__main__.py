@@ -1,7 +1,7 @@
 """The command line.
 
-``python -m hookkit`` says what a bug report needs, ``check`` compares small programs with eager PyTorch on this
-installation, ``explain`` says which rules would take which calls of a program.
+``python -m hookkit`` says what is installed and in force, ``--rules`` lists the rules, ``check`` compares small programs
+with eager PyTorch on this installation, ``explain`` says which rules would take which calls of a program.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import importlib
 import importlib.metadata
 import json
 import platform
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,6 +41,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments are wrong.
     """
     parser = argparse.ArgumentParser(prog="python -m hookkit", description=__doc__)
+    parser.add_argument("--version", action="version", version=hookkit.__version__)
+    parser.add_argument(
+        "--rules",
+        nargs="?",
+        const="*",
+        metavar="PATTERN",
+        help="list the rules, or those of this name, pattern of names, or target",
+    )
     commands = parser.add_subparsers(dest="command")
     command = commands.add_parser("check", help="compare small programs with eager PyTorch on this installation")
     command.add_argument("--json", action="store_true", help="print JSON")
@@ -56,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _check(options.json)
         if options.command == "explain":
             return _explain(options.function, options.inputs, options.json)
-        print(_information())
+        print(_rules(options.rules) if options.rules is not None else _information())
     except HookError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -64,21 +74,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _information() -> str:
-    """The versions, compat measures, rules and entry points of this environment."""
+    """The versions, what does not fit them, and how many rules there are, from where."""
     rules = hookkit.rules()
     points = [
         f"{point.name} = {point.value} ({f'{point.dist.name} {point.dist.version}' if point.dist else 'unknown'})"
         + (", left out by HOOKKIT_DISABLE_PLUGINS" if left_out else "")
         for point, left_out in entry_points()
     ]
-    lines = [
-        *_version_lines(),
-        *_section("compat measures", compat.active_measures()),
-        *_section("left out, as it does not fit", [*map(str, patch.left_out), *_refused_targets(rules)]),
-        *_section("rules", [f"{rule}{_open_names(rule)}" for rule in rules]),
-        *_section(f"entry points {ENTRY_POINT_GROUP!r}", points),
-    ]
-    return "\n".join(lines)
+    waiting = [f"{rule.name}{names}" for rule in rules if (names := _open_names(rule))]
+    return "\n".join(
+        [
+            *_version_lines(),
+            *_section("compat measures", compat.active_measures()),
+            *_section("left out, as it does not fit", [*map(str, patch.left_out), *_refused_targets(rules)]),
+            *_section(f"entry points {ENTRY_POINT_GROUP!r}", points),
+            *_section("rules for what is not imported yet", waiting),
+            f"{len(rules)} rules: python -m hookkit --rules lists them, --rules '*checkpoint*' some of them",
+            "python -m hookkit check compares small programs with eager PyTorch here",
+        ]
+    )
+
+
+def _rules(pattern: str) -> str:
+    """The rules of a name, pattern or target."""
+    found = hookkit.rules(pattern)
+    if not found:
+        return f"no rule's name or target is like {pattern!r}"
+    return "\n".join(f"{rule}{_open_names(rule)}" for rule in found)
 
 
 def _versions() -> dict[str, str]:
@@ -99,7 +121,12 @@ def _version_lines() -> list[str]:
 
 
 def _section(title: str, items: Sequence[str]) -> list[str]:
-    return [f"{title}:", *(f"  {item}" for item in items or ("none",))]
+    width = max(shutil.get_terminal_size().columns, 40)
+    wrapped = (
+        textwrap.fill(item, width, initial_indent="  ", subsequent_indent="    ", break_long_words=False)
+        for item in items or ("none",)
+    )
+    return [f"{title}:", *wrapped]
 
 
 def _refused_targets(rules: Sequence[hookkit.Rule[..., Any]]) -> list[str]:

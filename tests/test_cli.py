@@ -1,4 +1,4 @@
-"""python -m hookkit: what a bug report needs, and explain."""
+"""python -m hookkit: the summary, the rules, and explain."""
 
 import json
 import sys
@@ -45,8 +45,13 @@ def module(tmp_path, monkeypatch):
     sys.modules.pop("hookkit_cli_program", None)
 
 
-def test_versions_compat_measures_rules_and_entry_points_are_printed(capsys):
-    hookkit.rule("no.such.module:operation", mode="opaque", priority=4)
+@pytest.fixture
+def lazy_rule():
+    """A rule for what is never imported."""
+    return hookkit.rule("no.such.module:operation", mode="opaque", priority=4)
+
+
+def test_a_summary_has_versions_compat_measures_entry_points_and_what_waits(capsys, lazy_rule):
     assert main([]) == 0
     printed = capsys.readouterr().out
     assert f"torch     {torch.__version__}" in printed
@@ -54,10 +59,48 @@ def test_versions_compat_measures_rules_and_entry_points_are_printed(capsys):
     assert "thunder   0." in printed
     assert f"hookkit   {hookkit.__version__}, enabled" in printed
     assert "compat measures:\n  " in printed
-    assert "\n  autograd_function: torch.autograd.function.Function (mode auto, priority -100, declared at " in printed
+    assert "entry points 'hookkit.rules':" in printed
+    assert "\n  operation; no.such.module is not imported\n" in printed
+    assert f"\n{len(hookkit.rules())} rules: " in printed
+    assert "autograd_function:" not in printed
+
+
+def test_a_summary_is_as_wide_as_the_terminal(capsys, monkeypatch):
+    gone = patch.Patch("thunder:gone", lambda stock: stock, "many words " * 30)
+    monkeypatch.setattr(patch, "left_out", [patch.LeftOut(gone, "thunder:gone is not there")])
+    monkeypatch.setenv("COLUMNS", "72")
+    assert main([]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("many") == 30
+    assert max(map(len, printed.partition("left out")[2].splitlines())) <= 72
+
+
+def test_rules_are_listed(capsys, lazy_rule):
+    assert main(["--rules"]) == 0
+    printed = capsys.readouterr().out
+    assert len(printed.splitlines()) == len(hookkit.rules())
+    assert "autograd_function: torch.autograd.function.Function (mode auto, priority -100, declared at " in printed
     assert "operation: no.such.module:operation (mode opaque, priority 4, declared at " in printed
     assert "); no.such.module is not imported" in printed
-    assert "entry points 'hookkit.rules':" in printed
+
+
+@pytest.mark.parametrize("pattern", ["autograd_function", "autograd_func*ion", "torch.autograd.function.Function"])
+def test_rules_are_listed_by_name_pattern_or_target(capsys, pattern):
+    assert main(["--rules", pattern]) == 0
+    names = {line.partition(":")[0] for line in capsys.readouterr().out.splitlines()}
+    assert "autograd_function" in names
+    assert "autograd_function_apply" not in names
+
+
+def test_a_pattern_that_no_rule_is_like_is_said_to_be_one(capsys):
+    assert main(["--rules", "nothing*"]) == 0
+    assert capsys.readouterr().out == "no rule's name or target is like 'nothing*'\n"
+
+
+def test_the_version_is_printed(capsys):
+    with pytest.raises(SystemExit, match="^0$"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"{hookkit.__version__}\n"
 
 
 def test_a_program_is_explained_with_the_example_inputs_of_its_module(capsys, module):
