@@ -23,6 +23,8 @@ ORDER = [
     ["__init__.py"],
     ["pytest_plugin.py"],
     ["testing.py"],
+    ["checks.py"],
+    ["comparison.py"],
     ["diagnosis.py"],
     ["reporting.py"],
     ["plugin.py"],

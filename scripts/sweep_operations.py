@@ -35,7 +35,7 @@ import hookkit  # isort: split
 
 import thunder  # after hookkit, without which it cannot be imported on torch 2.13
 
-from hookkit.testing import _difference, _observe, _structure
+from hookkit.comparison import difference_between, observe, structure_of
 
 # Random operators of the database set a seed before they run, in Python code that is not the operator's.
 common_methods_invocations.wrapper_set_seed = lambda operator, *args, **kwargs: operator(*args, **kwargs)
@@ -137,19 +137,19 @@ def judge(program: Program, *, values: bool = True) -> tuple[str, str] | None:
         values: whether its values are compared; those of random programs are not.
     """
     try:
-        eager, again = (_observe(program.function, program.tensors) for _ in range(2))
+        eager, again = (observe(program.function, program.tensors) for _ in range(2))
     except Exception:
         return None
     try:
-        found = _observe(thunder.jit(program.function), program.tensors)
+        found = observe(thunder.jit(program.function), program.tensors)
     except hookkit.HookError as error:
         return "refused", _words(error)
     except Exception as error:
         return "error", _words(error)
-    if not values or _difference(eager, again) is not None:
-        wanted, got = _structure(eager.output), _structure(found.output)
+    if not values or difference_between(eager, again) is not None:
+        wanted, got = structure_of(eager.output), structure_of(found.output)
         return ("right", "") if wanted == got else ("wrong", f"output: eager gives {wanted}, compiled {got}")
-    difference = _difference(eager, found)
+    difference = difference_between(eager, found)
     return ("right", "") if difference is None else ("wrong", difference)
 
 

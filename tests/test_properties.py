@@ -19,7 +19,7 @@ from grammar import Call, Program, programs
 from hypothesis import HealthCheck, given, settings
 
 import hookkit
-from hookkit.testing import _structure, _tensors, _uneven
+from hookkit.comparison import structure_of, tensors_of, uneven
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::hookkit.errors.OpaqueFallbackWarning", "ignore::hookkit.errors.MetaWarning"
@@ -46,12 +46,12 @@ def observe(function: Any, program: Program, call: Call, parameters: list[Any]) 
     arguments = program.arguments(call)
     output = function(*arguments)
     used = itertools.cycle(program.used)
-    roots = [t for t in _tensors(output) if t.requires_grad and next(used)]
+    roots = [t for t in tensors_of(output) if t.requires_grad and next(used)]
     if roots:
-        torch.autograd.backward(roots, [_uneven(r) for r in roots])
-    inputs = list(_tensors(arguments))
-    seen = {"structure of the output": _structure(output)}
-    for kind, tensors in (("output", _tensors(output)), ("input", inputs)):
+        torch.autograd.backward(roots, [uneven(r) for r in roots])
+    inputs = list(tensors_of(arguments))
+    seen = {"structure of the output": structure_of(output)}
+    for kind, tensors in (("output", tensors_of(output)), ("input", inputs)):
         seen.update({f"{kind} {i}": t.detach().clone() for i, t in enumerate(tensors)})
     for i, leaf in enumerate((*inputs, *parameters)):
         seen[f"gradient {i}"] = leaf.grad if leaf.is_leaf else "no leaf"
