@@ -89,8 +89,13 @@ def _information() -> str:
             *_section("left out, as it does not fit", [*map(str, patch.left_out), *_refused_targets(rules)]),
             *_section(f"entry points {ENTRY_POINT_GROUP!r}", points),
             *_section("rules for what is not imported yet", waiting),
-            f"{len(rules)} rules: python -m hookkit --rules lists them, --rules '*checkpoint*' some of them",
-            "python -m hookkit check compares small programs with eager PyTorch here",
+            *_section(
+                "more",
+                [
+                    f"{len(rules)} rules are in force: --rules lists them, --rules '*checkpoint*' some of them",
+                    "check compares small programs with eager PyTorch here",
+                ],
+            ),
         ]
     )
 

@@ -464,7 +464,8 @@ def rules(wanted: str | Callable[..., Any] | None = None) -> list[Rule[..., Any]
 
     Args:
         wanted: only some rules: those of a name, in which ``*`` stands for anything, or else those of which a target
-            has that name; or those for a target, such as ``torch.sigmoid``.
+            has that name, short or whole (``"sigmoid"``, ``"torch.sigmoid"``); or those for a target, such as
+            ``torch.sigmoid``.
 
     Returns:
         The rules, in the order of their registration, those of open scopes last; each prints as one line.
@@ -480,6 +481,10 @@ def rules(wanted: str | Callable[..., Any] | None = None) -> list[Rule[..., Any]
         return found
     if isinstance(wanted, str) and ":" not in wanted:
         named = [rule for rule in found if fnmatch.fnmatchcase(rule.name, wanted)]
-        return named or [r for r in found if any(fnmatch.fnmatchcase(t.name, wanted) for t in r.targets)]
+        return named or [r for r in found if any(_is_called(wanted, target) for target in r.targets)]
     key = make_target(wanted).key
     return [rule for rule in found if any(target.key == key for target in rule.targets)]
+
+
+def _is_called(pattern: str, target: Target) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for name in (target.name, str(target)))

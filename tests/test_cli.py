@@ -61,7 +61,7 @@ def test_a_summary_has_versions_compat_measures_entry_points_and_what_waits(caps
     assert "compat measures:\n  " in printed
     assert "entry points 'hookkit.rules':" in printed
     assert "\n  operation; no.such.module is not imported\n" in printed
-    assert f"\n{len(hookkit.rules())} rules: " in printed
+    assert f"\n  {len(hookkit.rules())} rules are in force: " in printed
     assert "autograd_function:" not in printed
 
 
