@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton_kernels
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
+from triton_kernels import scale_in_place, scaled
 
 CASES: list[Case] = []
 
@@ -649,12 +651,34 @@ def _():
 group = "What cannot be traced"
 
 
-@case("NumPy, C extensions, Triton launches", "opaque")
+@case("NumPy, C extensions", "opaque")
 def _():
     def forward(ctx, x):
         return torch.from_numpy(x.detach().numpy() * 2)
 
     return function(forward, hundred).apply, (vector(),)
+
+
+@case(f"launches of kernels of {triton_kernels.NAME}, in forward and backward", "opaque")
+def _():
+    return function(lambda ctx, x: scaled(x, 2), lambda ctx, grad: scaled(grad, 100)).apply, (vector(),)
+
+
+@case("a kernel that overwrites its argument, which something before it returned", "opaque")
+def _():
+    def forward(ctx, x):
+        out = scaled(x, 2)
+        scale_in_place(x, 3)
+        return out
+
+    kernel = function(forward, hundred).apply
+    return lambda x: kernel((x * 2).clamp(-1, 1)) + kernel(torch.tanh(x)), (vector(),)
+
+
+@case("a backward whose kernel overwrites the gradient that it is given, which something else is given, too", "opaque")
+def _():
+    kernel = function(lambda ctx, x: x.detach() * 2, lambda ctx, grad: scale_in_place(grad, 100)).apply
+    return lambda x, y: (x + kernel(y)) * 3, (vector(), vector())
 
 
 @case("control flow that depends on the values of tensors; `item()`", "opaque")

@@ -219,6 +219,18 @@ def _has_no_address(self: torch.Tensor) -> int:
     raise NotImplementedError("a tensor without data has no const_data_ptr")
 
 
+def accumulates(node: Any) -> bool:
+    """Whether the backward that is running adds to a leaf's ``grad``, and does not hand the gradient to who asked.
+
+    Args:
+        node: the leaf's node in the autograd graph.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(node))  # private; torch 2.7 to 2.15 have it
+    except RuntimeError:  # what it says of a leaf in `torch.autograd.grad`
+        return False
+
+
 def graph_is_kept() -> bool:
     """Whether the backward that is running keeps its graph (``retain_graph=True``); False outside a backward."""
     # torch 2.7 to 2.15 have both; they are private, and there is no public way to ask.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, NoReturn, ParamSpec, TypeVar, cast, overload
 
 from hookkit.call import Source
@@ -88,6 +88,7 @@ def rule(
     track: Track = ...,
     subclasses: bool = ...,
     opaque_callee: bool = ...,
+    writes: Iterable[str] | None = ...,
     register: bool = ...,
 ) -> Rule[..., Any]: ...
 
@@ -103,6 +104,7 @@ def rule(
     track: Track = ...,
     subclasses: bool = ...,
     opaque_callee: bool = ...,
+    writes: Iterable[str] | None = ...,
     register: bool = ...,
 ) -> Declaration: ...
 
@@ -117,6 +119,7 @@ def rule(
     track: Track = "tree",
     subclasses: bool = True,
     opaque_callee: bool = False,
+    writes: Iterable[str] | None = None,
     register: bool = True,
 ) -> Rule[..., Any] | Declaration:
     """Declare a rule: which calls it takes over, and what stands for them.
@@ -144,6 +147,9 @@ def rule(
         subclasses: whether a target that is a Function stands for its subclasses, too.
         opaque_callee: whether the opaque form of a call runs the callee itself under PyTorch's autograd, instead of
             the providers.
+        writes: the names of parameters whose tensors the call, or its backward, overwrites in place without PyTorch's
+            counting it, as a kernel does that gets an address; ``()`` for none. By default that is found by running the
+            call on example values; where a meta function is declared nothing runs, and all are taken to be overwritten.
         register: False to have the rule only in ``with hookkit.use(rule)``.
 
     Returns:
@@ -174,6 +180,8 @@ def rule(
     check_mode(mode, "inline")
     if track not in ("tree", "positional"):
         raise RegistrationError(f'track={track!r}; expected "tree" or "positional"')
+    if isinstance(writes, str):
+        raise RegistrationError(f"writes={writes!r}; expected names of parameters, as in writes=[{writes!r}]")
     if not isinstance(priority, int):
         raise RegistrationError(f"priority={priority!r}; expected an int")
     given = list(target) if isinstance(target, list | tuple) else [target]
@@ -203,6 +211,7 @@ def rule(
             pass_call=pass_call,
             track=track,
             opaque_callee=opaque_callee,
+            writes=tuple(writes) if writes is not None else None,
             is_named=name is not None,
             ships=ships,
             origin=origin.on(forward),

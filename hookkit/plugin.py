@@ -27,7 +27,7 @@ _SPEED: dict[str, Any] = {"lost": "programs take longer to compile"}
 _THUNDERFX: dict[str, Any] = {"lost": "Dynamo makes something else of a Function", "concerns_thunderfx": True}
 SOURCES: dict[str, dict[str, Any]] = {
     "hookkit.engine.lookaside": _ALL,
-    "hookkit.engine.differentiation": _ALL,
+    "hookkit.engine.overwritten": _ALL,
     "hookkit.engine.recomputation": _ALL,
     "hookkit.engine.calls": _ALL,
     "hookkit.engine.functionalise": _ALL,

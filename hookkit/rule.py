@@ -51,6 +51,7 @@ class Rule(Generic[P, R]):
         mode: ``"auto"``, ``"trace"``, ``"opaque"`` or ``"inline"``.
         priority: the higher one wins.
         declared_at: file and line of the declaration.
+        writes: the parameters that an opaque call overwrites, or None if that is to be found out.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Rule(Generic[P, R]):
     declared_at: Source
     pass_call: bool = False
     track: Track = "tree"
+    writes: tuple[str, ...] | None = None
     _opaque_callee: bool = False
     _is_named: bool = True
     serial: int = attrs.field(factory=lambda: next(_serials))

@@ -43,6 +43,7 @@ def run_readme(root: Path) -> Iterator[str]:
 
 def contract_of(root: Path) -> ModuleType:
     """Import docs/contract.py."""
+    sys.path.insert(0, str(root / "docs"))  # it imports what lies beside it
     spec = importlib.util.spec_from_file_location("contract", root / "docs" / "contract.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

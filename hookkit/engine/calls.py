@@ -19,7 +19,7 @@ from hookkit.engine import caching, gradflow, guards, opaque, records, replay
 from hookkit.engine.arguments import Bound
 from hookkit.engine.effects import Generators, State, following
 from hookkit.engine.modules import current_buffers
-from hookkit.engine.mutation import Retrace
+from hookkit.engine.mutation import OVERWRITTEN, Retrace
 from hookkit.engine.reasons import user_source
 from hookkit.engine.seen import shows
 from hookkit.engine.threads import one_at_a_time
@@ -257,7 +257,8 @@ def _run(invocation: Invocation, record: records.CallRecord) -> Any:
     reason = _why_opaque(invocation, key)
     if reason is not None:
         record.became("opaque", reason)
-        return opaque.opaque_call(invocation, None)
+        itself = reason == OVERWRITTEN and invocation.stands_for_pytorch
+        return opaque.opaque_call(attrs.evolve(invocation, itself=itself), None)
     earlier = replay.find(trace, key)
     if earlier is not None:
         record.became("traced")

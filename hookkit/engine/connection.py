@@ -125,7 +125,7 @@ def _backward_once(stock: Callable[..., Any], ctx: Any, names: Functions | None,
         return stock(ctx, *gradients)
     if names.kept is not None and not compat.graph_is_kept():
         names.kept.release()
-    with reach.running(names.undefined):
+    with reach.running(names.undefined, ctx):
         result = stock(ctx, *gradients)
         if names.reach and reach.anything_undefined() and len(names.reach) <= len(result):
             leading = len(result) - len(names.reach)

@@ -26,9 +26,8 @@ from hookkit.engine.reach import Reach, reach_of_calls, sources_of_gradients, un
 from hookkit.engine.sharing import changes_in_place
 from hookkit.engine.symbols import Composite, called, where_used
 from hookkit.engine.values import Tag
-from hookkit.patch import Patch, around
 
-__all__ = ["PATCHES", "RESIDUAL", "check_undefined", "differentiate", "split"]
+__all__ = ["RESIDUAL", "check_undefined", "differentiate", "split"]
 
 
 RESIDUAL = Tag("hookkit.RESIDUAL")
@@ -349,21 +348,3 @@ def _unpacks_arguments(bsym: Any) -> bool:
     unpacks = (prims.PrimIDs.UNPACK_SEQUENCE, prims.PrimIDs.UNPACK_TRIVIAL)
     taken = bsym.args[0] if bsym.args else bsym.output
     return bsym.sym.id in unpacks and isinstance(taken, CollectionProxy)
-
-
-PATCHES = [
-    Patch(
-        "thunder.transforms.autodiff:grad_transform_on_trace",
-        around(differentiate),
-        "calls that rules take have no gradient",
-        takes=("trace, *args, **kwargs",),
-        needed=True,
-    ),
-    Patch(
-        "thunder.transforms.autodiff:split_into_forward_and_backward",
-        around(split),
-        "what calls keep for the backward is lost",
-        takes=("joint_trace",),
-        needed=True,
-    ),
-]

@@ -122,6 +122,8 @@ class State:
                 for base in value.__mro__:
                     if _is_own(base.__module__):
                         self._visit_class(base, depth)
+        elif _is_kernel(value):  # what it has compiled and tuned it need not compile and tune again
+            return
         elif type(value).__module__ != "builtins" and not isinstance(value, torch.Tensor | types.ModuleType):
             attributes = getattr(value, "__dict__", None)
             is_own = _is_own(type(value).__module__)
@@ -295,6 +297,11 @@ def _names(code: types.CodeType) -> set[str]:
 
 def _is_own(module: Any) -> bool:
     return not (isinstance(module, str) and module.partition(".")[0] in _FOREIGN)
+
+
+def _is_kernel(value: Any) -> bool:
+    """Whether a value is a kernel of Triton, or of a class made from one of Triton's."""
+    return any(str(cls.__module__).partition(".")[0] == "triton" for cls in type(value).__mro__)
 
 
 def _contents(cell: Any) -> Any:

@@ -13,12 +13,24 @@ from thunder.core import prims
 from thunder.core.proxies import TensorProxy
 
 from hookkit.engine import gradflow
-from hookkit.engine.sharing import Sharing, changes_in_place, note_sharing
+from hookkit.engine.sharing import Sharing, changes_in_place, note_sharing, overwritten_names
 from hookkit.engine.symbols import Composite
 from hookkit.engine.values import proxies_in
 from hookkit.errors import HookError
 
-__all__ = ["Retrace", "check", "cuts_gradient", "place", "refuse_changed_views", "shared_names", "views_of_arguments"]
+__all__ = [
+    "OVERWRITTEN",
+    "Retrace",
+    "check",
+    "cuts_gradient",
+    "place",
+    "refuse_changed_views",
+    "shared_names",
+    "views_of_arguments",
+]
+
+
+OVERWRITTEN = "another call overwrites what it is given or returns"
 
 
 class Retrace(Exception):
@@ -38,6 +50,7 @@ def check(trace: Any) -> None:
         HookError: if a view that a call returned is changed, or the gradient of a tensor that is changed with grad mode
             off would be lost.
     """
+    _check_overwritten(trace)
     if not any(changes_in_place(b) for b in trace.bound_symbols):
         return
     sharing = Sharing()
@@ -72,6 +85,23 @@ def check(trace: Any) -> None:
             residuals.update(dict.fromkeys(call.residual_names(), call))
         for name in getattr(call, "views", ()):
             views[name] = bsym.sym.name
+
+
+def _check_overwritten(trace: Any) -> None:
+    """Look for traced calls around an opaque one that overwrites what they are given or return.
+
+    What of that their backward reads, and when, is as in eager where PyTorch runs them.
+
+    Raises:
+        Retrace: if there is one.
+    """
+    names = overwritten_names(trace.bound_symbols)
+    for bsym in trace.bound_symbols if names else ():
+        call = bsym.sym.meta
+        if isinstance(call, Composite):
+            touched = {p.name for p in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)}
+            if names & touched:
+                raise Retrace(call.subject, OVERWRITTEN)
 
 
 def _lost_gradient(bsym: Any) -> HookError:

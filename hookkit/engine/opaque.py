@@ -8,7 +8,7 @@ in :mod:`.probing`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from thunder.core.compile_data import get_compile_data
 from thunder.core.devices import Device, to_torch_device
 from thunder.core.jit_ext import get_jit_ctx
 from thunder.core.proxies import AnyProxy, Proxy, ProxyTag, TensorProxy
+from thunder.core.symbol import Symbol
 from thunder.core.trace import tracectx
 from thunder.extend import ImplInfo
 
@@ -40,10 +41,11 @@ from hookkit.engine.values import (
     map_leaves,
     wrap_result,
 )
-from hookkit.errors import MetaError, MetaWarning, OpaqueFallbackWarning, UntraceableError, warn_at
+from hookkit.errors import MetaError, MetaWarning, OpaqueFallbackWarning, RegistrationError, UntraceableError, warn_at
 from hookkit.patch import Patch
+from hookkit.targets import signature_of
 
-__all__ = ["PATCHES", "fall_back", "opaque_call", "record_constant"]
+__all__ = ["PATCHES", "fall_back", "opaque_call", "operator_symbol", "record_constant"]
 
 
 def opaque_call(invocation: Invocation, pending: BaseException | None) -> Any:
@@ -75,7 +77,60 @@ def opaque_call(invocation: Invocation, pending: BaseException | None) -> Any:
         expected.without_data = None  # its traceback holds what the run made
     if not expected.direct:
         operator.direct = None
-    name = symbol_name(trace, invocation.name)
+    if invocation.rule.writes is not None:
+        expected.overwritten = _declared(invocation, invocation.rule.writes, slots) - set(expected.changed)
+    # What it changes in place is not as it was when it would run again.
+    again = is_recomputing() and not expected.changed
+    draws = [record_draws()] if again else []
+    symbol = operator_symbol(jit.ad_hoc_executor, symbol_name(trace, invocation.name), operator, slots, again)
+    with tracectx(trace):
+        results = symbol(*slots, *draws)
+    symbol.meta.views = frozenset(results[i].name for i in expected.views)  # mutation.check asks
+    returned = fill(expected.structure, _write_back(invocation, slots, expected, list(results)))
+    return wrap_result(returned, invocation.owner, *invocation.args)
+
+
+def _declared(invocation: Invocation, writes: Sequence[str], slots: list[Proxy]) -> frozenset[int]:
+    """The indices of the arguments that the rule says are overwritten.
+
+    Raises:
+        RegistrationError: if it names a parameter that there is not.
+    """
+    known = _arguments_by_name(invocation)
+    unknown = [name for name in writes if name not in known]
+    if unknown:
+        raise RegistrationError(
+            f"the rule {invocation.rule.name}, declared at {invocation.rule.declared_at}, says writes={list(writes)}; "
+            f"{invocation.call} has no parameter {unknown[0]!r}, but {', '.join(known)}"
+        )
+    names = {p.name for name in writes for p in leaves(known[name]) if isinstance(p, TensorProxy)}
+    return frozenset(i for i, slot in enumerate(slots) if slot.name in names)
+
+
+def _arguments_by_name(invocation: Invocation) -> dict[str, Any]:
+    """The arguments of a call by the names of its parameters; of a Function's ``apply`` those of its forward."""
+    function = invocation.call.function
+    signature = signature_of(function.forward) if function is not None else None
+    if function is None or signature is None:
+        return {**dict.fromkeys(invocation.bound.omitted), **invocation.bound.by_name}
+    names = list(signature.parameters)[int(function.setup_context is torch.autograd.Function.setup_context) :]
+    return {**dict.fromkeys(names), **dict(zip(names, invocation.call.args, strict=False))}
+
+
+def operator_symbol(
+    executor: Any, name: str, operator: OpaqueCall, slots: list[Any], with_draws: bool = False
+) -> Symbol:
+    """The symbol of an operator whose metadata is known.
+
+    Args:
+        executor: the executor of the program.
+        name: its name.
+        operator: the operator.
+        slots: its arguments.
+        with_draws: whether a last argument says which random numbers are to be drawn.
+    """
+    expected = operator.expected
+    assert expected is not None
 
     def meta(*_: Any) -> tuple[Any, ...]:
         tensors = [*expected.tensors, *(TensorMetadata.of_proxy(slots[i]) for i in expected.changed)]
@@ -88,20 +143,13 @@ def opaque_call(invocation: Invocation, pending: BaseException | None) -> Any:
         return tuple(outputs)
 
     meta.operator = operator  # type: ignore[attr-defined]
-    # What it changes in place is not as it was when it would run again.
-    again = is_recomputing() and not expected.changed
-    draws = [record_draws()] if again else []
-    run = partial(_with_same_draws, operator.operator()) if again else operator.operator()
-    symbol = make_symbol(jit.ad_hoc_executor, name, meta, run, kind=gradflow.CALL, is_prim=True, keep=True)
+    run = partial(_with_same_draws, operator.operator()) if with_draws else operator.operator()
+    symbol = make_symbol(executor, name, meta, run, kind=gradflow.CALL, is_prim=True, keep=True)
     transform = symbol
     if operator.has_backward:
-        transform = _gradient_transform(jit.ad_hoc_executor, symbol, name, operator, slots)
-    jit.ad_hoc_executor._implmap[symbol.id] = ImplInfo(symbol=symbol, grad_transform=transform)
-    with tracectx(trace):
-        results = symbol(*slots, *draws)
-    meta.views = frozenset(results[i].name for i in expected.views)  # type: ignore[attr-defined]  # mutation.check asks
-    returned = fill(expected.structure, _write_back(invocation, slots, expected, list(results)))
-    return wrap_result(returned, invocation.owner, *invocation.args)
+        transform = _gradient_transform(executor, symbol, name, operator, slots)
+    executor._implmap[symbol.id] = ImplInfo(symbol=symbol, grad_transform=transform)
+    return symbol
 
 
 def _with_same_draws(run: Callable[..., Any], *arguments: Any) -> Any:
@@ -193,7 +241,7 @@ def _operator(invocation: Invocation) -> tuple[OpaqueCall, list[Proxy]]:
     if invocation.grad_mode and gets_gradients(rule, call) and (besides := parameters_of(invocation)):
         arguments = arguments[0], {**arguments[1], OUTSIDE: {name: place(proxy) for name, proxy in besides.items()}}
     trace = get_jit_ctx().computation_trace
-    callee = call.callable if rule.opaque_callee else provider_callee(rule, call)
+    callee = call.callable if rule.opaque_callee or invocation.itself else provider_callee(rule, call)
     autocasts = tuple(
         Autocast(device, _torch_dtype(dtype), bool(enabled))
         for device, dtype, enabled in get_compile_data().autocast_stack.stack

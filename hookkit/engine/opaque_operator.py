@@ -31,6 +31,9 @@ class Expected:
         dirty_outputs: from the place of an output to the index of the changed argument that it is.
         gradients: the indices of arguments that need a gradient; whether they get one is known at run time only.
         views: the places of outputs that share memory with an argument that is not changed.
+        overwritten: the indices of arguments that the call or its backward overwrites without PyTorch's counting it.
+        spoiled: the same for the gradients that the backward is given, by place among those.
+        is_seen: whether the call and its backward ran when that was looked for.
         saved_bytes: how much PyTorch keeps for the backward; None if that is not known.
         without_data: what the call raised on tensors without data, if it was run on example values instead.
     """
@@ -43,9 +46,23 @@ class Expected:
     gradients: list[int]
     views: list[int] = attrs.field(factory=list)
     direct: bool = False
+    overwritten: frozenset[int] = frozenset()
+    spoiled: frozenset[int] = frozenset()
+    is_seen: bool = True
     saved_bytes: int | None = None
     is_tuple: bool = False
     without_data: BaseException | None = None
+
+    def add_writes(self, other: Expected) -> None:
+        """Add what was overwritten in another run."""
+        self.overwritten |= other.overwritten
+        self.spoiled |= other.spoiled
+
+    def may_overwrite(self, slots: Sequence[Any]) -> None:
+        """Take it that all that the call and its backward are given is overwritten."""
+        tensors = {i for i, p in enumerate(slots) if isinstance(p, TensorProxy)}
+        self.overwritten = frozenset(tensors - set(self.changed))
+        self.spoiled = frozenset(range(sum(self.differentiable)))
 
 
 @attrs.define(eq=False)
@@ -73,6 +90,7 @@ class OpaqueCall:
             run without any gradient, as in eager.
         is_function: whether the callee is the ``apply`` of a Function, which looks for tensors in its arguments only.
         meta: the meta function, in words.
+        complete_before: the program's arguments that have their gradient when its backward begins to overwrite.
     """
 
     description: str
@@ -94,6 +112,7 @@ class OpaqueCall:
     is_fed_undefined: bool = False
     is_function: bool = False
     meta: str = "its meta function"
+    complete_before: frozenset[str] = frozenset()
 
     def tracked(self, args: Sequence[Any]) -> Sequence[Any]:
         """Those of the operator's arguments that are edges of the autograd graph."""

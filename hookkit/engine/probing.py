@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import attrs
 import torch
 from thunder.core import dtypes
 from thunder.core.devices import to_torch_device
+from thunder.core.jit_ext import get_jit_ctx
 from thunder.core.proxies import AnyProxy, NumberProxy, Proxy, TensorProxy
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from hookkit import compat, operators
-from hookkit.engine import caching, guards
+from hookkit.engine import caching, guards, replay
 from hookkit.engine.eager import EagerResult, fill, split_tensors
 from hookkit.engine.effects import Generators, State, WritesUndone, following_natively
 from hookkit.engine.opaque_operator import Expected, OpaqueCall, same_structure
@@ -27,35 +30,72 @@ from hookkit.engine.outside import OUTSIDE
 from hookkit.engine.traced import Invocation
 from hookkit.engine.tracing import Raised
 from hookkit.engine.values import PLAIN, Slot, TensorMetadata, is_differentiable_dtype, leaves
+from hookkit.engine.writes import Watched, Written, written_in_backward
 from hookkit.errors import HookError, MetaError
 from hookkit.returned import output_and_residuals
 
 __all__ = ["example", "find_metadata", "probe"]
 
 
+@attrs.frozen
+class _Known:
+    """What was found for a call, with the Python state that its code can reach, and what its key names by identity."""
+
+    expected: Expected
+    state: State
+    constants: list[Any]
+
+
+_known: weakref.WeakKeyDictionary[Any, dict[Any, _Known]] = weakref.WeakKeyDictionary()
+
+
 def find_metadata(
     invocation: Invocation, operator: OpaqueCall, slots: list[Proxy], pending: BaseException | None
 ) -> Expected:
-    """Run the call on tensors without data; where that fails, on example values."""
+    """What a call returns; for one like an earlier one of the same program what was found for that."""
     provider = invocation.rule.meta_provider
     if provider is not None and invocation.rule.fits(invocation.call):
-        return _from_meta_function(invocation, operator, slots, provider)
+        expected = _from_meta_function(invocation, operator, slots, provider)
+        if not operators.is_custom(operator.callee):  # of which the schema says what it writes
+            expected.may_overwrite(slots)
+        return expected
+    known = _known.setdefault(get_jit_ctx().computation_trace, {})
+    key = (replay.key_of(invocation), invocation.itself)
+    if key in known and not known[key].state.changed():
+        return known[key].expected
+    reachable = State.reachable_from([invocation.call.function or invocation.call.callable, *invocation.call.args])
+    expected = _by_trying(invocation, operator, slots, pending, reachable)
+    known[key] = _Known(expected, reachable, replay.constants_of(invocation))
+    return expected
+
+
+def _by_trying(
+    invocation: Invocation,
+    operator: OpaqueCall,
+    slots: list[Proxy],
+    pending: BaseException | None,
+    reachable: State,
+) -> Expected:
+    """Run a call on tensors without data; where that fails, on example values."""
     # Of an operator that is a function of Python no fake function can be asked for.
     lacking = invocation.call.unsupported is not None and not invocation.operator_parts
-    with _no_side_effects(invocation) as writes_undone:
+    with _no_side_effects(invocation, reachable) as writes_undone:
         try:
             watch = _Watch(refuse_memory=not lacking)
             with FakeTensorMode(allow_non_fake_inputs=True), watch, writes_undone:
-                return probe(operator, [example(p, None) for p in slots])
+                expected = probe(operator, [example(p, None) for p in slots], writes_undone)
+            _look_again(invocation, operator, slots, expected, writes_undone)
+            return expected
         except Exception as error:
             without_data = error
         if _is_same(without_data, pending):
             raise Raised(without_data, interpreted=False)
         if lacking:
-            return _of_operation(invocation, operator, slots, without_data)
+            return _of_operation(invocation, operator, slots, without_data, writes_undone)
         try:
             with writes_undone:
-                first, second = _on_examples(invocation, operator, slots)
+                first, second = _on_examples(invocation, operator, slots, writes_undone)
+                _add_rare_writes(operator, slots, first, writes_undone)
         except Exception as error:
             if _is_same(error, pending) or _is_same(error, without_data):
                 raise Raised(error, interpreted=False) from None
@@ -71,11 +111,47 @@ def find_metadata(
             "bound, or leave the call outside the compiled program."
         )
     first.without_data = without_data
+    first.add_writes(second)
     return first
 
 
+def _look_again(
+    invocation: Invocation, operator: OpaqueCall, slots: list[Proxy], expected: Expected, writes_undone: WritesUndone
+) -> None:
+    """Look on example values for what is overwritten, if the backward does not run on tensors without data.
+
+    If it does not run there either, everything that the call and its backward are given may be overwritten.
+    """
+    if expected.is_seen:
+        return
+    found: tuple[Expected, ...] = ()
+    with writes_undone, contextlib.suppress(Exception):  # what is wrong with the call is said when it runs, as in eager
+        found = _on_examples(invocation, operator, slots, writes_undone)
+    for seen in found:
+        expected.add_writes(seen)
+    if found and all(seen.is_seen for seen in found):
+        with writes_undone:
+            _add_rare_writes(operator, slots, expected, writes_undone)
+    else:
+        expected.may_overwrite(slots)
+
+
+def _add_rare_writes(operator: OpaqueCall, slots: list[Proxy], expected: Expected, writes_undone: WritesUndone) -> None:
+    """Look for what is overwritten on other values, of both signs and large: what clips or rectifies changes those."""
+    with _Watch(), contextlib.suppress(Exception):  # they may be outside of the call's domain
+        values = [example(p, 2) for p in slots]
+        floats = (v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point())
+        for value in floats:
+            value.sub_(0.5).mul_(400)
+        expected.add_writes(probe(operator, values, writes_undone, scale=-300))
+
+
 def _of_operation(
-    invocation: Invocation, operator: OpaqueCall, slots: list[Proxy], without_data: Exception
+    invocation: Invocation,
+    operator: OpaqueCall,
+    slots: list[Proxy],
+    without_data: Exception,
+    writes_undone: WritesUndone,
 ) -> Expected:
     """The metadata of an operation of torch that looks at values, if the shapes of its results do not depend on them.
 
@@ -87,7 +163,7 @@ def _of_operation(
     how_to_tell = _how_to_tell(invocation.call.callable)
     if not isinstance(without_data, DynamicOutputShapeException) and not how_to_tell:
         try:
-            first, second = _on_examples(invocation, operator, slots)
+            first, second = _on_examples(invocation, operator, slots, writes_undone)
         except Exception as error:
             if type(error) is type(without_data) and not isinstance(error, NotImplementedError):
                 raise Raised(error, interpreted=False) from None
@@ -113,7 +189,9 @@ def _how_to_tell(callee: Any) -> str:
     )
 
 
-def _on_examples(invocation: Invocation, operator: OpaqueCall, slots: list[Proxy]) -> tuple[Expected, Expected]:
+def _on_examples(
+    invocation: Invocation, operator: OpaqueCall, slots: list[Proxy], writes_undone: WritesUndone
+) -> tuple[Expected, Expected]:
     """Run a call on two sets of values.
 
     Where those are outside its domain, on the program's own as far as they are known, then with positive definite
@@ -131,7 +209,7 @@ def _on_examples(invocation: Invocation, operator: OpaqueCall, slots: list[Proxy
             return example(proxy, seed, definite=definite, integer=integer)
 
         with _Watch():
-            return probe(operator, [value(p) for p in slots])
+            return probe(operator, [value(p) for p in slots], writes_undone)
 
     first_error = None
     for known, definite in (({}, False), (own, False), (own, True)):
@@ -148,11 +226,18 @@ def _is_same(error: BaseException, other: BaseException | None) -> bool:
     return other is not None and type(error) is type(other) and str(error) == str(other)
 
 
-def probe(operator: OpaqueCall, values: list[Any]) -> Expected:
-    """Run a call, and see what comes out.
+def probe(operator: OpaqueCall, values: list[Any], writes_undone: WritesUndone, *, scale: float = 0.75) -> Expected:
+    """Run a call, and see what comes out, and what it and its backward overwrite.
 
-    Its backward is not tried: what it returns for these values says nothing about others.
+    What its backward returns for these values says nothing about others.
+
+    Args:
+        operator: the operator of the call.
+        values: its arguments.
+        writes_undone: what sees the writes of PyTorch's operations.
+        scale: the values of the gradients that the backward is given.
     """
+    watched = Watched(values, writes_undone)
     result = operator.run(values)
     tensors, structure = split_tensors(result.output)
     views = [i for i in _sharing(tensors, values) if i not in result.dirty_outputs]
@@ -166,6 +251,14 @@ def probe(operator: OpaqueCall, values: list[Any]) -> Expected:
         if not isinstance(leaf, (*PLAIN, Slot)) and not callable(leaf) and not hasattr(leaf, "__module__"):
             raise MetaError(f"{operator.description} returned {type(leaf).__name__}, which is not known before it runs")
     saved_bytes = result.state.saved_bytes() if result.state is not None else 0
+    direct = _can_go_directly(operator, result, structure, values)  # before the backward frees what is kept
+    overwritten = watched.written()
+    made = [t for t, d in zip([*tensors, *result.changed.values()], result.differentiable, strict=True) if d]
+    # without data the kernel of a custom operator does not run; its schema says what it writes
+    is_known = operators.is_custom(operator.callee)
+    in_backward = Written() if is_known else written_in_backward(result.state, made, values, writes_undone, scale)
+    if in_backward is not None:
+        overwritten |= in_backward.arguments
     return Expected(
         structure=structure,
         tensors=[TensorMetadata.of(t) for t in tensors],
@@ -173,9 +266,12 @@ def probe(operator: OpaqueCall, values: list[Any]) -> Expected:
         changed=sorted(result.changed),
         dirty_outputs=result.dirty_outputs,
         gradients=[i for i, n in enumerate(operator.needs) if n] if result.state is not None else [],
+        overwritten=overwritten - set(result.changed),
+        spoiled=in_backward.gradients if in_backward is not None else frozenset(),
+        is_seen=in_backward is not None,
         views=views,
         saved_bytes=saved_bytes,
-        direct=_can_go_directly(operator, result, structure, values),
+        direct=direct,
         is_tuple=isinstance(structure, tuple),
     )
 
@@ -299,9 +395,8 @@ class _Watch(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def _no_side_effects(invocation: Invocation) -> Iterator[WritesUndone]:
+def _no_side_effects(invocation: Invocation, reachable: State) -> Iterator[WritesUndone]:
     """Leave Python state, tensors and random generators as they are; what raises leaves its mark, as in eager."""
-    reachable = State.reachable_from([invocation.call.function or invocation.call.callable, *invocation.call.args])
     generators, writes = Generators.now(), WritesUndone()
     try:
         with torch.random.fork_rng(), following_natively(reachable):

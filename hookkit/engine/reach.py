@@ -33,6 +33,7 @@ __all__ = [
     "note_undefined",
     "reach_of_calls",
     "running",
+    "running_node",
     "sources_of_gradients",
     "unreached_arguments",
     "where_added",
@@ -44,6 +45,7 @@ Reach = frozenset[int | str]
 class _Running(threading.local):
     def __init__(self) -> None:
         self.undefined: set[int | str] = set()
+        self.node: Any = None
 
 
 _running = _Running()
@@ -178,13 +180,24 @@ def unreached_arguments(trace: Any, outputs: Sequence[Any]) -> set[str]:
 
 
 @contextmanager
-def running(undefined: Sequence[bool]) -> Iterator[None]:
-    """The time in which the backward of a program runs, some of whose outputs have no gradient."""
-    before, _running.undefined = _running.undefined, {i for i, u in enumerate(undefined) if u}
+def running(undefined: Sequence[bool], node: Any) -> Iterator[None]:
+    """The time in which the backward of a program runs, some of whose outputs have no gradient.
+
+    Args:
+        undefined: for each output whether it has none.
+        node: the program's node in PyTorch's autograd graph.
+    """
+    before = _running.undefined, _running.node
+    _running.undefined, _running.node = {i for i, u in enumerate(undefined) if u}, node
     try:
         yield
     finally:
-        _running.undefined = before
+        _running.undefined, _running.node = before
+
+
+def running_node() -> Any:
+    """The node of the program whose backward runs, or None."""
+    return _running.node
 
 
 def anything_undefined() -> bool:

@@ -25,7 +25,7 @@ from hookkit.engine.symbols import Composite, fresh, renamed
 from hookkit.engine.traced import Invocation
 from hookkit.engine.values import PLAIN, is_container, leaves, map_leaves
 
-__all__ = ["find", "instantiate", "key_of", "remember"]
+__all__ = ["constants_of", "find", "instantiate", "key_of", "remember"]
 
 
 @attrs.define(eq=False)
@@ -109,10 +109,10 @@ def remember(
         placeholders: list[Proxy] = [fresh(a) for a in arguments]
         env.update({variableify(a): p for a, p in zip(arguments, placeholders, strict=True)})
         pattern, returned = _copy(composite, returned, env)
-    _known.setdefault(trace, {})[key] = Specialisation(placeholders, pattern, returned, state, _constants(invocation))
+    _known.setdefault(trace, {})[key] = Specialisation(placeholders, pattern, returned, state, constants_of(invocation))
 
 
-def _constants(invocation: Invocation) -> list[Any]:
+def constants_of(invocation: Invocation) -> list[Any]:
     """What the key of a call names by identity."""
     call = invocation.call
     held = [*call.args, *call.kwargs.values(), *leaves((call.args, call.kwargs))]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import thunder.torch as ltorch
 from thunder.core import prims
 from thunder.core.proxies import NumberProxy, ProxyTag, TensorProxy
 
-__all__ = ["Sharing", "changes_in_place", "keeps_order", "may_view", "note_sharing", "viewed"]
+__all__ = ["Sharing", "changes_in_place", "keeps_order", "may_view", "note_sharing", "overwritten_names", "viewed"]
 
 
 class Sharing:
@@ -45,6 +46,22 @@ def note_sharing(sharing: Sharing, bsym: Any) -> None:
     for out in bsym.flat_proxy_outs:
         if inputs and isinstance(out, TensorProxy):
             sharing.join(inputs[0], out.name)
+
+
+def overwritten_names(bsyms: Sequence[Any]) -> set[str]:
+    """The tensors, and those that share memory with them, that opaque calls overwrite without PyTorch's counting it."""
+    calls = [(b, _overwritten(b)) for b in bsyms]
+    if not any(places for _, places in calls):
+        return set()
+    sharing = Sharing()
+    for bsym in bsyms:
+        note_sharing(sharing, bsym)
+    return {name for bsym, places in calls for i in places for name in sharing.group(bsym.args[i].name)}
+
+
+def _overwritten(bsym: Any) -> frozenset[int]:
+    operator = getattr(bsym.sym.meta, "operator", None)
+    return getattr(getattr(operator, "expected", None), "overwritten", frozenset())
 
 
 def may_view(bsym: Any) -> bool:

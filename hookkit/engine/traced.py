@@ -58,6 +58,7 @@ class Invocation:
         grad_mode: whether grad mode is on around the call.
         mode: whether it is traced, opaque, or either, and who says so.
         guarded: how many guards there were before it was tried to trace it; None if that was not tried.
+        itself: whether what is called runs if the call is opaque, and not the providers.
     """
 
     rule: Rule[..., Any]
@@ -69,6 +70,7 @@ class Invocation:
     grad_mode: bool
     mode: ModeInForce
     guarded: int | None = None
+    itself: bool = False
 
     @property
     def name(self) -> str:
@@ -90,6 +92,11 @@ class Invocation:
         if self.rule.pass_call and self.call.args and callable(self.call.args[0]):
             return getattr(self.call.args[0], "__code__", self.call.args[0])
         return self.rule
+
+    @property
+    def stands_for_pytorch(self) -> bool:
+        """Whether the rule ships with hookkit and does what PyTorch does in what is called, where thunder does not."""
+        return self.rule.ships and not (self.call.function or self.operator_parts or self.rule.opaque_callee)
 
     @property
     def operator_parts(self) -> list[Any]:
@@ -231,6 +238,7 @@ def _without_backward(invocation: Invocation, output: Any, forward: Attempt) -> 
         outputs=outputs,
         forward=symbols,
         explicit=False,
+        subject=invocation.subject,
     )
     return composite, output
 
