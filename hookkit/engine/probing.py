@@ -56,7 +56,8 @@ def find_metadata(
     provider = invocation.rule.meta_provider
     if provider is not None and invocation.rule.fits(invocation.call):
         expected = _from_meta_function(invocation, operator, slots, provider)
-        if not operators.is_custom(operator.callee):  # of which the schema says what it writes
+        # of a custom operator the schema says what it writes; what ships stands for operations of PyTorch
+        if not (invocation.rule.ships or operators.is_custom(operator.callee)):
             expected.may_overwrite(slots)
         return expected
     known = _known.setdefault(get_jit_ctx().computation_trace, {})
