@@ -62,13 +62,15 @@ def write(folder: Path, files: dict[str, str]) -> None:
 
 
 def python(*arguments: str, path: list[Path], **environment: str) -> str:
-    """Runs Python in a new process and returns what it printed; what it writes to stderr fails the test."""
+    """Runs Python in a new process and returns what it printed; what else it writes to stderr fails the test."""
     variables = {key: value for key, value in os.environ.items() if not key.startswith(("HOOKKIT", "TORCH_DEVICE"))}
     variables |= {"PYTHONPATH": os.pathsep.join(map(str, path)), **environment}
     command = [sys.executable, *arguments]
     done = subprocess.run(command, env=variables, cwd=path[0], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert not done.stderr, done.stderr
+    # A build of torch for CUDA says so, of a machine that has the toolkit and no device.
+    said = [line for line in done.stderr.splitlines() if "No CUDA runtime is found" not in line]
+    assert not said, done.stderr
     return done.stdout
 
 

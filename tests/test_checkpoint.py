@@ -268,7 +268,7 @@ def scaled(x, k, *, w=None, name="double"):
         lambda x, w: recomputed(body, x.detach()) * w,
         lambda x, w: [recomputed(body, x * i) * w for i in range(3)],
         lambda x, w: hookkit.recompute(scaled, x, 3, w=w),
-        lambda x, w: recomputed(body, x, determinism_check="none", debug=False, early_stop=False) * w,
+        lambda x, w: recomputed(body, x, determinism_check="none", debug=False, **EARLY_STOP) * w,
         lambda x, w: (
             checkpoint_sequential([torch.sin, torch.exp, torch.tanh, torch.cos], 2, x, use_reentrant=False) * w
         ),
@@ -442,7 +442,8 @@ def test_arguments_that_torch_refuses_are_refused_in_its_words(options):
         program(matrix())
     with pytest.raises(ValueError) as error:
         thunder.jit(program)(matrix())
-    assert str(error.value)[:30] == str(expected.value)[:30]
+    # Which options a sentence lists has changed with torch; how it begins has not.
+    assert str(error.value)[:20] == str(expected.value)[:20]
 
 
 def test_a_context_function_is_refused():
