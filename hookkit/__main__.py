@@ -1,7 +1,7 @@
 """The command line.
 
-``python -m hookkit`` says what is installed and in force, ``--rules`` lists the rules, ``check`` compares small programs
-with eager PyTorch on this installation, ``explain`` says which rules would take which calls of a program.
+``python -m hookkit`` says what is installed and in force, ``--rules`` lists the rules, ``check`` compares small
+programs with eager PyTorch on this installation, ``explain`` says which rules would take which calls of a program.
 """
 
 from __future__ import annotations

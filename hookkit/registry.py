@@ -486,5 +486,5 @@ def rules(wanted: str | Callable[..., Any] | None = None) -> list[Rule[..., Any]
     return [rule for rule in found if any(target.key == key for target in rule.targets)]
 
 
-def _is_called(pattern: str, target: Target) -> bool:
+def _is_called(pattern: str, target: Any) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for name in (target.name, str(target)))

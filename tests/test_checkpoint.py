@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import math
 
 import numpy as np
@@ -22,6 +23,8 @@ from hookkit.rules.checkpoint import checkpoint_rule
 
 Function = torch.autograd.Function
 recomputed = functools.partial(checkpoint, use_reentrant=False)
+# An option of checkpoint from torch 2.9 on; before that it is an argument of the function like any other.
+EARLY_STOP = {"early_stop": False} if "early_stop" in inspect.signature(checkpoint).parameters else {}
 
 
 def matrix(n=4, seed=0):

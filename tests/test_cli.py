@@ -98,7 +98,7 @@ def test_a_pattern_that_no_rule_is_like_is_said_to_be_one(capsys):
 
 
 def test_the_version_is_printed(capsys):
-    with pytest.raises(SystemExit, match="^0$"):
+    with pytest.raises(SystemExit, match=r"^0$"):
         main(["--version"])
     assert capsys.readouterr().out == f"{hookkit.__version__}\n"
 
