@@ -23,7 +23,11 @@ if ! "$environment/bin/python" -m pip download --quiet --no-deps --no-cache-dir 
     echo "NOT RUN: the fresh install: pip reaches no registry"
     exit $not_run
 fi
-"$environment/bin/python" -m pip install --quiet --no-cache-dir .
+"$environment/bin/python" -m pip install --quiet --no-cache-dir --no-deps .
+if ! "$environment/bin/python" -m pip install --quiet --no-cache-dir .; then
+    echo "NOT RUN: the fresh install: pip could not bring torch and lightning-thunder; see above"
+    exit $not_run
+fi
 "$environment/bin/python" -m pip list | grep -E '^(torch|lightning-thunder|hookkit) '
 
 # From a folder of its own, so that the checkout is not what is imported.
