@@ -30,6 +30,7 @@ __all__ = [
     "apply_of",
     "autograd_registration",
     "batched_depth",
+    "clamp_has_gradient_at_bounds",
     "composite_kernel",
     "dual_level",
     "dynamo_knows_dirty",
@@ -309,6 +310,17 @@ def nodes_need_owners() -> bool:
         return len(node.saved_tensors) != 1
     except RuntimeError:
         return True
+
+
+@functools.cache
+def clamp_has_gradient_at_bounds() -> bool:
+    """Whether ``torch.clamp`` hands the gradient on where the input is at a bound that is a number.
+
+    It does up to torch 2.13, and with 2.15 it is zero there. Delete this when the oldest supported torch is of those.
+    """
+    with torch.enable_grad():
+        x = torch.ones((), requires_grad=True)
+        return bool(torch.autograd.grad(x.clamp(max=1.0), x)[0])
 
 
 class _OwningEdge(GradientEdge):

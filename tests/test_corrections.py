@@ -56,8 +56,8 @@ CASES = {
     "celu far above zero": (lambda x: F.celu(x, 0.5), values(100.0, -1.0, dtype=FLOAT)),
     "selu far above zero": (torch.selu, values(100.0, -1.0, dtype=FLOAT)),
     "mish far above zero": (F.mish, values(100.0, -1.0, dtype=FLOAT)),
-    "clamp at its bounds": (lambda x: torch.clamp(x, -1.0, 1), values(-1.0, 1.0, 0.0, 2.0)),
-    "clamp_": (in_place("clamp_", 0.0, 1.0), values(0.0, 1.0, -1.0)),
+    "to the power of 0": (lambda x: x**0 + x.pow(0.0), values(0.0, 1.0, -1.0)),
+    "max_pool1d with ties": (lambda x: F.max_pool1d(x.reshape(1, 1, 4), 2), values(1.0, 1.0, 0.0, 0.0)),
     "pow_": (in_place("pow_", torch.tensor([0.0, 2.0], dtype=torch.float64)), values(0.0, 1.0)),
     "atan2_": (in_place("atan2_", torch.tensor([0.0, 2.0], dtype=torch.float64)), values(0.0, 1.0)),
     "clamp to tensors": (torch.clamp, values(0.0, 1.0, 2.0), values(0.0, 0.0, 0.0), values(1.0, 1.0, 1.0)),
@@ -109,6 +109,23 @@ CASES = {
         values(0.0, 2.0),
     ),
 }
+
+
+# What thunder does here is right with some versions of torch, or for some values.
+AT_BOUNDS = {
+    "clamp at its bounds": (lambda x: torch.clamp(x, -1.0, 1), values(-1.0, 1.0, 0.0, 2.0)),
+    "clamp of infinities and NaN": (lambda x: torch.clamp(x, max=1.0), values(math.inf, -math.inf, math.nan, 0.0)),
+    "clip at one bound": (lambda x: x.clip(0.5), values(0.5, 0.0, 1.0)),
+    "clamp between equal bounds": (lambda x: x.clamp(0.5, 0.5), values(0.5, 0.0, 1.0)),
+    "max_pool2d with ties": (lambda x: F.max_pool2d(x.reshape(1, 2, 2), 2), values(1.0, 1.0, 0.0, 1.0)),
+    "clamp_": (in_place("clamp_", 0.0, 1.0), values(0.0, 1.0, -1.0)),
+}
+
+
+@pytest.mark.parametrize("name", AT_BOUNDS)
+def test_an_operation_at_its_bounds_is_what_this_torch_makes_of_it(name):
+    program, *inputs = AT_BOUNDS[name]
+    assert_same(program, *inputs, calls=1)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 
 import hookkit
+from hookkit import compat
 from hookkit.rules._names import both, of_torch
 
 __all__ = [
     "activations_in_place",
     "celu",
     "clamp",
+    "clamp_between",
     "clamp_to_tensors",
     "cross_entropy",
     "differentiated_by_pytorch",
@@ -139,12 +141,14 @@ def relu(input: Any, inplace: bool = False) -> Any:
 # ---------------------------------------------------------------------------------------- gradients, by PyTorch itself
 
 # thunder has None for the last tensor of copysign and index_put, and for bernoulli and zero_, whose gradients are 0.
-# NaN at zeros: atan2, normalize, pow of two tensors, prod. NaN from infinities: prelu. Of another dtype: frexp.
+# NaN at zeros: atan2, normalize, pow of two tensors and to the power of 0, prod. NaN from infinities: prelu. Of another
+# dtype: frexp. Shared among ties: max_pool.
 differentiated_by_pytorch = hookkit.rule(
     [
         *both("atan2", "bernoulli", "copysign", "frexp", "index_put", "pow", "prelu", "prod"),
         *both("atan2_", "bernoulli_", "ceil_", "clamp_", "copysign_", "floor_", "index_put_", "pow_", "zero_"),
         *of_torch("nn.functional.normalize", "nn.functional.prelu", "Tensor.__pow__", "Tensor.__rpow__"),
+        *of_torch(*(f"{where}max_pool{n}d" for where in ("", "nn.functional.") for n in (1, 2, 3))),
     ],
     mode="opaque",
     pass_call=True,
@@ -155,9 +159,9 @@ differentiated_by_pytorch = hookkit.rule(
 
 @differentiated_by_pytorch.when
 def _(call: hookkit.Call, *args: Any, **kwargs: Any) -> bool:
-    """Where a gradient can be asked for; of powers only those of two tensors are wrong."""
+    """Where a gradient can be asked for; of powers only those of two tensors are wrong, and to the power of 0."""
     is_power = "pow" in call.name
-    return any(call.needs) and not (is_power and not all(hasattr(a, "shape") for a in args))
+    return any(call.needs) and (not is_power or all(hasattr(a, "shape") or a == 0 for a in args[1:]))
 
 
 rounding = hookkit.rule(
@@ -306,6 +310,31 @@ def _(call: hookkit.Call, saved: Any, gradient: Any) -> Any:
 
 
 @clamp.when
+def _(call: hookkit.Call, input: Any, *args: Any, **kwargs: Any) -> bool:
+    return between_numbers(call, input, *args, **kwargs) and compat.clamp_has_gradient_at_bounds()
+
+
+@hookkit.rule(CLAMPS, pass_call=True, priority=PRIORITY + 1)
+def clamp_between(call: hookkit.Call, input: Any, *args: Any, **kwargs: Any) -> Any:
+    """As newer PyTorch has it: without the gradient of the input at a bound, nor where it is NaN, as thunder has."""
+    output = call.callable(input, *args, **kwargs)
+    inside = output == input
+    for bound in (*args, *kwargs.values()):
+        if bound is not None:
+            inside = inside & (input != bound)
+    return output, hookkit.save(inside=inside)
+
+
+@clamp_between.backward
+def _(call: hookkit.Call, saved: Any, gradient: Any) -> Any:
+    return {"input": torch.where(saved.inside, gradient, 0)}
+
+
+@clamp_between.when
+def _(call: hookkit.Call, input: Any, *args: Any, **kwargs: Any) -> bool:
+    return between_numbers(call, input, *args, **kwargs) and not compat.clamp_has_gradient_at_bounds()
+
+
 def between_numbers(call: hookkit.Call, input: Any, *args: Any, **kwargs: Any) -> bool:
     """Whether the bounds are numbers, in order."""
     bounds = [b for b in (*args, *kwargs.values()) if b is not None]
