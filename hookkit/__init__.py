@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hookkit import testing
     from hookkit.autoload import disable, enable, is_enabled
     from hookkit.call import Call, Source
+    from hookkit.custom_gradient import CustomFunction, custom_gradient
     from hookkit.declare import Declaration, rule
     from hookkit.errors import (
         ConflictError,
@@ -35,9 +36,10 @@ if TYPE_CHECKING:
     )
     from hookkit.forms import forms
     from hookkit.modes import mode
+    from hookkit.operators import Operator
     from hookkit.registry import rules
-    from hookkit.reporting import explain, report
-    from hookkit.residuals import mark, recompute, save
+    from hookkit.reporting import Explanation, Report, explain, report
+    from hookkit.residuals import Residuals, mark, recompute, save
     from hookkit.rule import Rule
     from hookkit.scopes import use
     from hookkit.targets import decline, where
@@ -47,20 +49,26 @@ __version__ = "0.1.0"
 __all__ = [
     "Call",
     "ConflictError",
+    "CustomFunction",
     "Declaration",
+    "Explanation",
     "GradientError",
     "HookError",
     "MetaError",
     "MetaWarning",
     "OpaqueFallbackWarning",
+    "Operator",
     "PluginWarning",
     "RegistrationError",
     "RegistrationWarning",
+    "Report",
+    "Residuals",
     "Rule",
     "Source",
     "TargetWarning",
     "TransformWarning",
     "UntraceableError",
+    "custom_gradient",
     "decline",
     "disable",
     "enable",
@@ -83,6 +91,7 @@ __all__ = [
 _MODULES = {
     "autoload": ("disable", "enable", "is_enabled"),
     "call": ("Call", "Source"),
+    "custom_gradient": ("CustomFunction", "custom_gradient"),
     "declare": ("Declaration", "rule"),
     "errors": (
         "ConflictError",
@@ -96,14 +105,14 @@ _MODULES = {
         "RegistrationWarning",
         "TargetWarning",
         "TransformWarning",
-        "TransformWarning",
         "UntraceableError",
     ),
     "forms": ("forms",),
     "modes": ("mode",),
     "registry": ("rules",),
-    "reporting": ("explain", "report"),
-    "residuals": ("mark", "recompute", "save"),
+    "operators": ("Operator",),
+    "reporting": ("Explanation", "Report", "explain", "report"),
+    "residuals": ("Residuals", "mark", "recompute", "save"),
     "rule": ("Rule",),
     "scopes": ("use",),
     "targets": ("decline", "where"),

@@ -23,6 +23,7 @@ from hookkit.comparison import (
     tensors_of,
     with_other_values,
 )
+from hookkit.custom_gradient import CustomFunction
 from hookkit.declare import rule
 from hookkit.diagnosis import argument_names, why_not_taken
 from hookkit.errors import HookError
@@ -94,6 +95,7 @@ class Case:
     @classmethod
     def of(cls, subject: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Case:
         """A case of a rule, or a Function, on example arguments."""
+        subject = subject.rule if isinstance(subject, CustomFunction) else subject
         callee, positional = _callee(subject), len(args)
 
         def program(*given: Any) -> Any:

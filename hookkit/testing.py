@@ -111,8 +111,8 @@ def check_rule(subject: Any, *args: Any, **kwargs: Any) -> CheckResult:
     It fails, too, if the rule does not take the call: because it declines these arguments, or another one comes first.
 
     Args:
-        subject: a :class:`hookkit.Rule` with a callable, Function or name as target, or a subclass of
-            ``torch.autograd.Function``.
+        subject: a :class:`hookkit.Rule` with a callable, Function or name as target, what
+            :func:`hookkit.custom_gradient` returned, or a subclass of ``torch.autograd.Function``.
         *args: example arguments; floating-point tensors that require grad are differentiated. With float64 tensors the
             gradient is compared with finite differences, too.
         **kwargs: example keyword arguments.

@@ -29,7 +29,7 @@ ORDER = [
     ["reporting.py"],
     ["plugin.py"],
     ["engine/"],
-    ["declare.py", "scopes.py", "returned.py"],
+    ["declare.py", "scopes.py", "returned.py", "custom_gradient.py"],
     ["rule.py"],
     ["signatures.py"],
     ["registry.py"],

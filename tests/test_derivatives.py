@@ -425,3 +425,51 @@ def test_what_a_transform_costs_is_said_once():
     with pytest.warns(hookkit.TransformWarning, match="eager PyTorch's speed"):
         torch.func.grad(compiled)(vector().detach())
     torch.func.grad(compiled)(vector().detach())  # a warning would be an error
+
+
+# ------------------------------------------------------------------------------- rules that keep what they compute
+
+
+def gate(x):
+    return x * torch.sigmoid(x)
+
+
+def gate_rule(mode, sigmoid=torch.sigmoid):
+    """A rule that keeps a tensor which its forward provider computes: the second derivative leads through that."""
+
+    @hookkit.rule(gate, mode=mode, register=False)
+    def rule(x):
+        s = sigmoid(x)
+        return x * s, hookkit.save(x=x, s=s)
+
+    @rule.backward
+    def _(saved, grad):
+        return {"x": grad * (saved.s + saved.x * saved.s * (1 - saved.s))}
+
+    return rule
+
+
+@pytest.mark.parametrize("mode", ["trace", "opaque"])
+def test_the_second_and_third_derivatives_lead_through_what_a_forward_provider_computes(mode):
+    def derivatives(function):
+        x = torch.linspace(-1, 1, 4, dtype=torch.float64).requires_grad_()
+        found = [function(x).sin()]
+        for _ in range(3):
+            found += torch.autograd.grad(found[-1].sum(), x, create_graph=True)
+        return found
+
+    with hookkit.use(gate_rule(mode)):
+        compiled = derivatives(thunder.jit(lambda x: gate(x)))
+    for got, wanted in zip(compiled, derivatives(gate), strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+def test_the_second_derivative_of_what_a_provider_computes_in_numpy_is_refused():
+    rule = gate_rule("opaque", lambda x: torch.from_numpy(1 / (1 + (-x.detach()).exp().numpy())))
+    rule.meta(lambda x: torch.empty_like(x))
+    x = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    with hookkit.use(rule):
+        (gradient,) = torch.autograd.grad(thunder.jit(lambda x: gate(x))(x).sum(), x, create_graph=True)
+    torch.testing.assert_close(gradient, torch.autograd.grad(gate(x).sum(), x)[0])
+    with pytest.raises(hookkit.HookError, match=r"second derivative of gate\(\).*calls Tensor.numpy\(\)"):
+        gradient.sum().backward()

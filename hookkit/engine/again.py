@@ -26,16 +26,16 @@ from thunder.executors.torchex import ex as pytorch
 
 from hookkit import compat
 from hookkit.engine import gradflow
-from hookkit.engine.eager import autocast_regions, fill, provider_callee, split_tensors
+from hookkit.engine.eager import autocast_regions
 from hookkit.engine.effects import Generators, State
 from hookkit.engine.graph_modules import as_function
+from hookkit.engine.providers import fill, provider_callee, split_tensors
 from hookkit.engine.recomputation import draws
 from hookkit.engine.sharing import Sharing, note_sharing
 from hookkit.engine.symbols import Composite, called, make_symbol, symbol_name
 from hookkit.engine.values import Slot, leaves, map_leaves
-from hookkit.errors import HookError
 
-__all__ = ["GeneratorStates", "Kept", "NotAgain", "Program", "may_draw", "record_generators", "refusing"]
+__all__ = ["GeneratorStates", "Kept", "NotAgain", "Program", "may_draw", "record_generators"]
 
 
 class NotAgain(Exception):
@@ -406,29 +406,3 @@ class _Opaque:
         tensors, _ = split_tensors(output)
         results = (*tensors, *(prepared[i] for i in expected.changed))
         return (*results, None) if operator.returns_state else results
-
-
-class _Refused(torch.autograd.Function):
-    """Hands gradients on that have no derivative, and says so when one is asked for."""
-
-    @staticmethod
-    def forward(ctx: Any, message: str, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.message = message
-        return tuple(t.detach() for t in tensors[:count])
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise HookError(ctx.message)
-
-
-def refusing(message: str, gradients: Sequence[Any], inputs: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    """Gradients whose own derivative raises an error.
-
-    Args:
-        message: what is said.
-        gradients: tensors, and None where there is no gradient.
-        inputs: on what the gradients depend: the way to these leads through the refusal.
-    """
-    tensors = [g for g in gradients if isinstance(g, torch.Tensor)]
-    refused = iter(_Refused.apply(message, len(tensors), *tensors, *inputs))  # type: ignore[no-untyped-call]
-    return tuple(next(refused) if isinstance(g, torch.Tensor) else g for g in gradients)

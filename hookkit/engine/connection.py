@@ -15,7 +15,8 @@ from thunder.executors.torch_autograd import ThunderFunction, ThunderOutputFunct
 
 from hookkit import compat
 from hookkit.engine import reach
-from hookkit.engine.again import GeneratorStates, Kept, NotAgain, Program, refusing
+from hookkit.engine.again import GeneratorStates, Kept, NotAgain, Program
+from hookkit.engine.providers import refusing
 from hookkit.patch import Patch, around
 
 __all__ = ["PATCHES", "Functions", "backward", "connect"]

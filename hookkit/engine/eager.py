@@ -17,15 +17,9 @@ import attrs
 import torch
 
 from hookkit import compat
-from hookkit.call import Call
 from hookkit.engine import nodes
-from hookkit.engine.arguments import Bound
-from hookkit.engine.outside import OUTSIDE, Uses, gets_gradients, refuse_missing
-from hookkit.engine.values import Slot, TensorMetadata, broadcasts_to, leaves, map_leaves
-from hookkit.errors import GradientError
-from hookkit.residuals import Residuals
-from hookkit.returned import check_takes, output_and_residuals
-from hookkit.rule import Rule
+from hookkit.engine.providers import fill, no_inputs_kept
+from hookkit.engine.values import TensorMetadata, leaves, map_leaves
 
 __all__ = [
     "Autocast",
@@ -33,11 +27,8 @@ __all__ = [
     "EagerState",
     "OpaqueState",
     "autocast_regions",
-    "fill",
     "is_own_leaf",
-    "provider_callee",
     "run_eagerly",
-    "split_tensors",
 ]
 
 
@@ -302,7 +293,7 @@ def run_eagerly(
     versions = [v._version if _has_version(v) else None for v in prepared]
     before = list(prepared)
     args, kwargs = fill(arguments, prepared)
-    with torch.set_grad_enabled(grad_mode), autocast_regions(autocasts):
+    with torch.set_grad_enabled(grad_mode), autocast_regions(autocasts), no_inputs_kept():
         output = callee(*args, **kwargs)
     changed = [i for i, v in enumerate(versions) if v is not None and (i in written or before[i]._version != v)]
     edges: list[Any] = []
@@ -367,121 +358,3 @@ def autocast_regions(regions: Sequence[Autocast]) -> Iterator[None]:
         for region in regions:
             stack.enter_context(torch.autocast(region.device, region.dtype, enabled=region.enabled))
         yield
-
-
-def provider_callee(rule: Rule[..., Any], call: Call) -> Callable[..., Any]:
-    """A callable that runs a rule's providers as one autograd Function."""
-    assert rule.forward is not None
-    leading = (call.seen,) if rule.pass_call else ()
-    forward = functools.partial(rule.forward, *leading)
-    if rule.backward_provider is None:
-        return lambda *args, **kwargs: output_and_residuals(rule, forward(*args, **kwargs))[0]
-    backward = functools.partial(rule.backward_provider, *leading)
-
-    class Providers(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, args: Any, kwargs: Any, structure: list[Any], *tensors: torch.Tensor) -> Any:
-            besides = kwargs.pop(OUTSIDE, {})
-            uses: Any = contextlib.nullcontext()
-            if any(ctx.needs_input_grad) and gets_gradients(rule, call):
-                named = {id(t) for t in besides.values()}
-                given = [t for t in tensors if id(t) not in named]
-                uses = Uses(rule, call, Bound.of(rule, Call(forward, None, args, kwargs)).by_name, given)
-            with uses:
-                result = forward(*args, **kwargs)
-            ctx.used = uses.names if isinstance(uses, Uses) else ()
-            result, kept = output_and_residuals(rule, result)
-            residuals = kept if kept is not None else Residuals({})
-            marks = residuals._marks
-            places = {id(t): Slot(i) for i, t in enumerate(tensors)}
-            args, kwargs, besides = map_leaves(lambda v: places.get(id(v), v), (args, kwargs, besides))
-            ctx.bound = Bound.of(rule, Call(forward, None, args, kwargs))
-            ctx.bound.outside = besides
-            ctx.needs = ctx.bound.needs([Slot(i) for i, n in enumerate(ctx.needs_input_grad[3:]) if n])
-            ctx.inputs = [Metadata.of(t) for t in tensors]
-            values = {k: v for k, v in residuals.__dict__.items() if not k.startswith("_")}
-            saved, ctx.residuals = split_tensors(values)
-            ctx.save_for_backward(*saved)
-            ctx.mark_non_differentiable(*(t for t in marks.non_differentiable if isinstance(t, torch.Tensor)))
-            ctx.mark_dirty(*marks.dirty)
-            ctx.set_materialize_grads(marks.materialize_grads)
-            outputs, ctx.structure = split_tensors(result)
-            structure.append(ctx.structure)
-            return tuple(outputs)
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: Any) -> Any:
-            residuals = Residuals(fill(ctx.residuals, ctx.saved_tensors))
-            residuals.__dict__["needs"] = ctx.needs
-            items = ctx.structure if type(ctx.structure) is tuple else (ctx.structure,)
-            arguments = [
-                map_leaves(lambda v: gradients[v.index] if isinstance(v, Slot) else None, item) for item in items
-            ]
-            result: list[Any] = [None] * len(ctx.inputs)
-            check_takes(rule, len(arguments))
-            found = backward(residuals, *arguments)
-            refuse_missing(rule, call, ctx.used, found)
-            for label, place, gradient in ctx.bound.pair_gradients(rule, found):
-                if gradient is not None:
-                    ctx.inputs[place.index].check(rule, label, gradient)
-                    present = result[place.index]
-                    result[place.index] = gradient if present is None else present + gradient
-            return (None, None, None, *result)
-
-    def callee(*args: Any, **kwargs: Any) -> Any:
-        tensors = {id(v): v for v in leaves((args, kwargs)) if isinstance(v, torch.Tensor)}
-        structure: list[Any] = []
-        outputs = Providers.apply(args, kwargs, structure, *tensors.values())  # type: ignore[no-untyped-call]
-        return fill(structure[0], outputs)
-
-    return callee
-
-
-def split_tensors(tree: Any) -> tuple[list[torch.Tensor], Any]:
-    """The tensors of a tree, and the tree with a slot in each one's place."""
-    tensors: list[torch.Tensor] = []
-
-    def take(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        tensors.append(value)
-        return Slot(len(tensors) - 1)
-
-    return tensors, map_leaves(take, tree)
-
-
-def fill(tree: Any, values: Sequence[Any]) -> Any:
-    """A copy of a tree with values in the place of its slots; containers are new."""
-    return map_leaves(lambda v: values[v.index] if isinstance(v, Slot) else v, tree)
-
-
-@attrs.frozen
-class Metadata:
-    """The shape and device of an input, against which its gradient is checked."""
-
-    shape: tuple[int, ...]
-    device: torch.device
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Metadata:
-        """The metadata of a tensor."""
-        return cls(tuple(tensor.shape), tensor.device)
-
-    def check(self, rule: Rule[..., Any], label: str, gradient: Any) -> None:
-        """Refuse a gradient that does not fit.
-
-        Raises:
-            GradientError: if it is no tensor, on another device, or of a shape that does not reduce to the input's.
-        """
-        where = f"{rule.described('backward provider')} returned a gradient of {label}"
-        if not isinstance(gradient, torch.Tensor):
-            raise GradientError(f"{where} that is {gradient!r} ({type(gradient).__name__}); expected a tensor or None")
-        if not (gradient.is_floating_point() or gradient.is_complex()):
-            raise GradientError(f"{where} with dtype {gradient.dtype}; expected floating point, as {label} has")
-        if gradient.device != self.device:
-            raise GradientError(f"{where} on {gradient.device}; expected device {self.device}")
-        if not broadcasts_to(self.shape, tuple(gradient.shape)):
-            raise GradientError(
-                f"{where} with shape {list(gradient.shape)}; expected shape {list(self.shape)}, or one that it "
-                "broadcasts to"
-            )

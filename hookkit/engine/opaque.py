@@ -25,11 +25,12 @@ from thunder.extend import ImplInfo
 from hookkit import operators
 from hookkit.engine import gradflow
 from hookkit.engine.direct import DirectCall
-from hookkit.engine.eager import Autocast, fill, provider_callee
+from hookkit.engine.eager import Autocast
 from hookkit.engine.nodes import set_materialize_grads
 from hookkit.engine.opaque_operator import Expected, OpaqueCall
 from hookkit.engine.outside import OUTSIDE, gets_gradients, parameters_of
 from hookkit.engine.probing import find_metadata
+from hookkit.engine.providers import fill, provider_callee
 from hookkit.engine.reasons import in_words
 from hookkit.engine.recomputation import is_recomputing, record_draws
 from hookkit.engine.symbols import called, feed_undefined, make_symbol, symbol_name

@@ -10,7 +10,8 @@ import torch
 from thunder.core.proxies import TensorProxy
 
 from hookkit.engine.direct import DirectCall, NodeState
-from hookkit.engine.eager import Autocast, EagerResult, OpaqueState, fill, run_eagerly, split_tensors
+from hookkit.engine.eager import Autocast, EagerResult, OpaqueState, run_eagerly
+from hookkit.engine.providers import fill, split_tensors
 from hookkit.engine.reach import Reach, none_defined, note_undefined
 from hookkit.engine.tracing import add_note
 from hookkit.engine.values import PLAIN, Slot, TensorMetadata

@@ -25,12 +25,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hookkit import compat
 from hookkit.engine import differentiation, gradflow, reach
-from hookkit.engine.eager import split_tensors
 from hookkit.engine.effects import WritesUndone
 from hookkit.engine.mutation import place
 from hookkit.engine.opaque import operator_symbol
 from hookkit.engine.opaque_operator import OpaqueCall
 from hookkit.engine.probing import example, probe
+from hookkit.engine.providers import split_tensors
 from hookkit.engine.sharing import Sharing, changes_in_place, may_view, note_sharing, overwritten_names
 from hookkit.engine.symbols import called, make_symbol, symbol_name
 from hookkit.engine.values import Slot, TensorMetadata, map_leaves

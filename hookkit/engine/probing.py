@@ -23,10 +23,11 @@ from torch.overrides import TorchFunctionMode
 
 from hookkit import compat, operators
 from hookkit.engine import caching, guards, replay
-from hookkit.engine.eager import EagerResult, fill, split_tensors
+from hookkit.engine.eager import EagerResult
 from hookkit.engine.effects import Generators, State, WritesUndone, following_natively
 from hookkit.engine.opaque_operator import Expected, OpaqueCall, same_structure
 from hookkit.engine.outside import OUTSIDE
+from hookkit.engine.providers import fill, split_tensors
 from hookkit.engine.traced import Invocation
 from hookkit.engine.tracing import Raised
 from hookkit.engine.values import PLAIN, Slot, TensorMetadata, is_differentiable_dtype, leaves
