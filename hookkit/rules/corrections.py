@@ -142,13 +142,13 @@ def relu(input: Any, inplace: bool = False) -> Any:
 
 # thunder has None for the last tensor of copysign and index_put, and for bernoulli and zero_, whose gradients are 0.
 # NaN at zeros: atan2, normalize, pow of two tensors and to the power of 0, prod. NaN from infinities: prelu. Of another
-# dtype: frexp. Shared among ties: max_pool.
+# dtype: frexp. Shared among ties: max_pool1d. Fails: max_pool3d.
 differentiated_by_pytorch = hookkit.rule(
     [
         *both("atan2", "bernoulli", "copysign", "frexp", "index_put", "pow", "prelu", "prod"),
         *both("atan2_", "bernoulli_", "ceil_", "clamp_", "copysign_", "floor_", "index_put_", "pow_", "zero_"),
         *of_torch("nn.functional.normalize", "nn.functional.prelu", "Tensor.__pow__", "Tensor.__rpow__"),
-        *of_torch(*(f"{where}max_pool{n}d" for where in ("", "nn.functional.") for n in (1, 2, 3))),
+        *of_torch(*(f"{where}max_pool{n}d" for where in ("", "nn.functional.") for n in (1, 3))),
     ],
     mode="opaque",
     pass_call=True,
