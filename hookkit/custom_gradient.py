@@ -81,7 +81,7 @@ class CustomFunction(Generic[P, R]):
                 f"backward provider: @{self.rule.name}.backward declares it"
             )
         # thunder is imported when the function is first called, and not where it is defined
-        providers = importlib.import_module("hookkit.engine.providers")
+        providers = importlib.import_module("hookkit.engine.pytorch.provider_function")
         callee: Callable[..., Any] = providers.provider_callee(self.rule, Call(self, None, (), {}))
 
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ import attrs
 import torch
 
 from hookkit.call import Call
-from hookkit.engine.inspection import acquire, with_depth
+from hookkit.engine.dispatch.inspection import acquire, with_depth
 from hookkit.residuals import Residuals
 from hookkit.rule import Rule
 from hookkit.targets import NameTarget, place_of, signature_of

@@ -26,21 +26,21 @@ _ALL: dict[str, Any] = {"lost": "no program is right", "needed": True}
 _SPEED: dict[str, Any] = {"lost": "programs take longer to compile"}
 _THUNDERFX: dict[str, Any] = {"lost": "Dynamo makes something else of a Function", "concerns_thunderfx": True}
 SOURCES: dict[str, dict[str, Any]] = {
-    "hookkit.engine.lookaside": _ALL,
-    "hookkit.engine.overwritten": _ALL,
-    "hookkit.engine.recomputation": _ALL,
-    "hookkit.engine.calls": _ALL,
-    "hookkit.engine.functionalise": _ALL,
-    "hookkit.engine.connection": _ALL,
-    "hookkit.engine.transforms": _ALL,
-    "hookkit.engine.threads": _ALL,
-    "hookkit.engine.caching": _ALL,
-    "hookkit.engine.opaque": _ALL,
-    "hookkit.engine.modules": _ALL,
-    "hookkit.engine.corrections": _ALL,
-    "hookkit.engine.identity": _ALL,
-    "hookkit.engine.shortcuts": _SPEED,
-    "hookkit.engine.dynamo": _THUNDERFX,
+    "hookkit.engine.dispatch.lookaside": _ALL,
+    "hookkit.engine.opaque.overwritten": _ALL,
+    "hookkit.engine.trace.recomputation": _ALL,
+    "hookkit.engine.dispatch.takeover": _ALL,
+    "hookkit.engine.trace.functionalize": _ALL,
+    "hookkit.engine.joint.autograd_link": _ALL,
+    "hookkit.engine.joint.transforms": _ALL,
+    "hookkit.engine.interpreter.threads": _ALL,
+    "hookkit.engine.interpreter.cache_guards": _ALL,
+    "hookkit.engine.opaque.opaque_calls": _ALL,
+    "hookkit.engine.mends.buffers": _ALL,
+    "hookkit.engine.mends.wrong_answers": _ALL,
+    "hookkit.engine.mends.tensor_identity": _ALL,
+    "hookkit.engine.interpreter.shortcuts": _SPEED,
+    "hookkit.engine.mends.dynamo": _THUNDERFX,
 }
 
 _lock = threading.RLock()

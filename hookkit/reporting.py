@@ -1,7 +1,7 @@
 """explain and report: what rules would do in a program, and what they did in one that is compiled.
 
-The numbers come from ``hookkit.engine.inspection``; here they become text, a table for notebooks, a dictionary, and a
-picture.
+The numbers come from ``hookkit.engine.dispatch.inspection``; here they become text, a table for notebooks, a
+dictionary, and a picture.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import attrs
 
 from hookkit.call import Source
-from hookkit.engine.inspection import CompiledCall, CompiledStep, acquire, compiled_steps, with_depth
-from hookkit.engine.records import CallRecord
+from hookkit.engine.dispatch.inspection import CompiledCall, CompiledStep, acquire, compiled_steps, with_depth
+from hookkit.engine.interpreter.call_log import CallRecord
 from hookkit.errors import HookError
 from hookkit.plugin import is_enabled
 from hookkit.registry import rules

@@ -342,17 +342,17 @@ def test_inputs_are_let_go_when_the_graph_is_freed():
 
 
 def test_nothing_is_computed_again_for_a_first_derivative():
-    from hookkit.engine import again
+    from hookkit.engine.joint import run_again
 
     def fail(*_):
         raise AssertionError("the program was run again")
 
-    original, again.Kept.gradients = again.Kept.gradients, fail
+    original, run_again.Kept.gradients = run_again.Kept.gradients, fail
     try:
         x = vector()
         thunder.jit(lambda x: Cube.apply(x) * x)(x).sum().backward()
     finally:
-        again.Kept.gradients = original
+        run_again.Kept.gradients = original
     torch.testing.assert_close(x.grad, (100 * x**3 + x**3).detach())
 
 
@@ -418,7 +418,7 @@ def test_forward_mode_through_a_function_without_jvp_raises_as_in_eager(jit):
 
 
 def test_what_a_transform_costs_is_said_once():
-    from hookkit.engine import transforms
+    from hookkit.engine.joint import transforms
 
     transforms._warned.clear()
     compiled = thunder.jit(lambda x: x.sin().sum())

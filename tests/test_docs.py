@@ -129,12 +129,13 @@ def test_the_check_of_the_site_finds(check_site, tmp_path, name, text, problem):
 def test_the_layout_has_every_module():
     page = (ROOT / "docs/contributing.md").read_text()
     named = set(re.findall(r"`(?:hookkit/)?([\w/]+\.py)`", page))
-    folders = [ROOT / "hookkit", ROOT / "hookkit/engine"]
-    there = {p.name for folder in folders for p in folder.glob("*.py") if p.name not in ("__init__.py", "__main__.py")}
-    assert there <= {name.rpartition("/")[2] for name in named}
+    package = ROOT / "hookkit"
+    there = {p.relative_to(package).as_posix() for p in package.rglob("*.py") if not p.name.startswith("_")}
+    assert {name for name in there if not name.startswith("rules/")} <= named | {f"engine/{name}" for name in named}
 
 
-MODULES = {m.name for m in pkgutil.iter_modules(engine.__path__)}
+WALKED = pkgutil.walk_packages(engine.__path__, "hookkit.engine.")
+MODULES = {found.name.rpartition(".")[2]: found.name for found in WALKED if not found.ispkg}
 NAMES = re.compile(r"`(\w+)\.(\w+(?:\.\w+)*)`")
 
 
@@ -142,7 +143,7 @@ def names_of_functions():
     for path in sorted((ROOT / "docs/explanation").glob("*.md")):
         for module, name in NAMES.findall(path.read_text()):
             if module in MODULES:
-                yield f"hookkit.engine.{module}", name
+                yield MODULES[module], name
             elif (ROOT / f"hookkit/{module}.py").exists() and name != "py":
                 yield f"hookkit.{module}", name
 

@@ -17,28 +17,21 @@ from agreement import assert_agrees
 from torch.autograd import Function
 
 import hookkit
-from hookkit import engine
-from hookkit.engine import (
-    arguments,
-    calls,
-    eager,
-    functionalise,
-    opaque,
-    probing,
-    records,
-    replay,
-    symbols,
-    traced,
-    values,
-)
+from hookkit.engine.dispatch import takeover
+from hookkit.engine.interpreter import cache_guards, call_log
+from hookkit.engine.opaque import metadata, opaque_calls
+from hookkit.engine.pytorch import graph_run
+from hookkit.engine.trace import composite, functionalize
+from hookkit.engine.traced import replay, traced_call
+from hookkit.engine.values import binding, wrapping
 from hookkit.registry import Registry
 
 E = type("Injected", (Exception,), {})
 CONTEXT_VARIABLES = [
-    calls._running,
-    records._running,
-    records._all_wanted,
-    engine.caching._program,
+    takeover._running,
+    call_log._running,
+    call_log._all_wanted,
+    cache_guards._program,
     sys.modules["hookkit.registry"]._scope,
     thunder.core.compile_data._compile_data,
     thunder.core.trace._tracectx,
@@ -58,7 +51,7 @@ def state():
         "function modes": torch.overrides._len_torch_function_stack(),
         "dispatch modes": torch._C._len_torch_dispatch_stack(),
         "random": (random.getstate(), torch.random.get_rng_state().tolist()),
-        "log": probing._fake_tensor_log.disabled,
+        "log": metadata._fake_tensor_log.disabled,
     }
 
 
@@ -210,15 +203,20 @@ def test_what_an_opaque_call_raises_when_it_runs_reaches_the_user(error):
 
 STAGES = {
     "match": [(Registry, "matching"), (Registry, "candidates")],
-    "unwrap": [(calls, "unwrap_arguments"), (arguments.Bound, "of")],
-    "forward": [(traced, "trace_call")],
-    "residuals": [(traced, "_split")],
-    "backward": [(traced, "_run_backward"), (traced, "_fit")],
-    "symbol": [(symbols, "symbol_name"), (symbols, "make_symbol"), (symbols, "bind"), (functionalise, "functionalise")],
-    "meta": [(opaque, "find_metadata")],
+    "unwrap": [(takeover, "unwrap_arguments"), (binding.Bound, "of")],
+    "forward": [(traced_call, "trace_call")],
+    "residuals": [(traced_call, "_split")],
+    "backward": [(traced_call, "_run_backward"), (traced_call, "_fit")],
+    "symbol": [
+        (composite, "symbol_name"),
+        (composite, "make_symbol"),
+        (composite, "bind"),
+        (functionalize, "functionalise"),
+    ],
+    "meta": [(opaque_calls, "find_metadata")],
     "replay": [(replay, "key_of"), (replay, "remember")],
-    "wrap": [(values, "wrap_result")],
-    "gradient": [(symbols.Composite, "gradient_transform"), (opaque, "_gradient_transform")],
+    "wrap": [(wrapping, "wrap_result")],
+    "gradient": [(composite.Composite, "gradient_transform"), (opaque_calls, "_gradient_transform")],
 }
 
 
@@ -283,7 +281,7 @@ def test_a_fault_of_the_engine_reaches_the_user_and_leaves_nothing(holder, name,
 
 @pytest.mark.parametrize(
     ("holder", "name"),
-    [(eager, "run_eagerly"), (eager, "split_tensors"), (probing, "probe"), (probing, "_can_go_directly")],
+    [(graph_run, "run_eagerly"), (metadata, "probe"), (metadata, "_can_go_directly")],
     ids=lambda v: getattr(v, "__name__", v),
 )
 def test_a_fault_while_an_opaque_call_is_tried_out_is_said(holder, name):

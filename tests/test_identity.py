@@ -1,4 +1,4 @@
-"""hookkit.engine.identity: what a program is told of a tensor as an object of Python is what eager PyTorch tells."""
+"""What a program is told of a tensor as an object of Python is what eager PyTorch tells (mends.tensor_identity)."""
 
 import pytest
 import thunder

@@ -11,7 +11,7 @@ import torch
 from torch.autograd import Function
 
 import hookkit
-from hookkit.engine.effects import State
+from hookkit.engine.interpreter.side_effects import State
 from hookkit.testing import assert_same
 
 quiet = pytest.mark.filterwarnings("ignore::hookkit.errors.OpaqueFallbackWarning", "ignore::hookkit.errors.MetaWarning")

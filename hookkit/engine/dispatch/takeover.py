@@ -1,0 +1,342 @@
+"""The life of a call: whether a rule takes it, and how: traced, or opaque where it cannot be traced."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import attrs
+import torch
+from thunder.core.compile_data import get_compile_data
+from thunder.core.interpreter import InterpreterError, _interpret_call, unwrap, wrap_const
+from thunder.core.jit_ext import get_jit_ctx
+
+from hookkit.call import Call
+from hookkit.engine.interpreter import cache_guards, call_log, guards
+from hookkit.engine.interpreter.attempt import Raised, add_note, raise_in_program
+from hookkit.engine.interpreter.call_view import shows
+from hookkit.engine.interpreter.reasons import user_source
+from hookkit.engine.interpreter.side_effects import Generators, State, following
+from hookkit.engine.interpreter.threads import one_at_a_time
+from hookkit.engine.mends.buffers import current_buffers
+from hookkit.engine.opaque import opaque_calls
+from hookkit.engine.trace import gradflow
+from hookkit.engine.trace.in_place_check import OVERWRITTEN, Retrace
+from hookkit.engine.traced import replay
+from hookkit.engine.traced.traced_call import Invocation, bind_call, trace_call
+from hookkit.engine.values.binding import Bound
+from hookkit.engine.values.wrapping import unwrap_arguments
+from hookkit.errors import HookError, UntraceableError
+from hookkit.modes import ModeInForce, mode_in_force
+from hookkit.patch import Patch, around
+from hookkit.registry import registry
+from hookkit.rule import Rule
+from hookkit.targets import signature_of
+
+__all__ = ["PATCHES", "lookaside_for", "trace_program"]
+
+# What cannot be traced in the program that is being traced, and why: callables (a Function, say) and single calls, by
+# their keys in ``hookkit.engine.traced.replay``.
+_untraceable: ContextVar[dict[Any, str]] = ContextVar("hookkit_untraceable")
+_running: ContextVar[tuple[tuple[Rule[..., Any], Any], ...]] = ContextVar("hookkit_running_rules", default=())
+
+
+def lookaside_for(
+    callee: Callable[..., Any],
+    owner: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    unsupported: str | None = None,
+) -> Callable[..., Any] | None:
+    """What the interpreter calls instead of a callable, or None if no rule takes the call.
+
+    Args:
+        callee: what the program calls.
+        owner: the wrapped Function class, if ``callee`` is its ``apply``.
+        args: wrapped positional arguments (without the owner).
+        kwargs: wrapped keyword arguments.
+        unsupported: why thunder cannot do the call itself, if that is known.
+    """
+    function = unwrap(owner) if owner is not None else None
+    if call_log.all_candidates_wanted():
+        call_log.note_form(callee, user_source)
+    if not registry.matching(callee, function):
+        return None
+    trace = get_jit_ctx().computation_trace
+
+    def details(call: Call) -> Any:  # an argument: a closure would hold, in a cycle, what the program was given
+        nonlocal args, kwargs
+        if function is not None:
+            args, kwargs = _positional(owner, args, kwargs)
+        elif call.operator is not None and call.operator.is_python:
+            args, kwargs = call.operator.arrange(args, kwargs, wrap_const)
+        uargs, ukwargs = unwrap_arguments(args, kwargs)
+        return uargs, ukwargs, tuple(gradflow.requires_grad(trace, a) for a in uargs), user_source()
+
+    call = Call.pending(callee, function, details, unsupported, shows(trace))
+    candidates = []
+    try:
+        for candidate in registry.candidates(call):
+            if (candidate.rule, callee) not in _running.get():
+                candidates.append(candidate)
+                if candidate.declined is None and not call_log.all_candidates_wanted():
+                    break
+    except HookError as error:
+        return partial(lambda error, *_, **__: raise_in_program(error), error)
+    if not any(c.declined is None for c in candidates):
+        # that a correction does not concern a call says nothing
+        if call_log.all_candidates_wanted() and any(not c.rule.is_conditional_correction for c in candidates):
+            call_log.note(call, candidates, trace)
+        return None
+    record = call_log.note(call, candidates, trace)
+    return partial(_take_over, record, call, owner, args, kwargs)
+
+
+def trace_program(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Trace a program, again if a call that was traced turns out to have to be opaque.
+
+    Args:
+        stock: ``thunder.core.jit_ext.thunder_general_jit``.
+        *args: its arguments.
+        **kwargs: its options.
+    """
+    untraceable: dict[Any, str] = {}
+    while True:
+        token = _untraceable.set(untraceable)
+        try:
+            with one_at_a_time(get_compile_data()), cache_guards.tracing(*args[:3]), current_buffers(args[0]):
+                return stock(*args, **kwargs)
+        except InterpreterError as error:
+            if isinstance(error.__cause__, Exception):
+                raise
+            # thunder makes an Exception of what ends a program: KeyboardInterrupt, SystemExit
+            raise error.__cause__ or error  # noqa: B904
+        except Retrace as again:
+            subject, reason = again.subject, again.reason
+            mode = _mode(subject, None) if isinstance(subject, Rule) else mode_in_force(_function(subject))
+            if mode.mode == "trace":
+                raise UntraceableError(
+                    f'{_in_words(subject)} cannot be traced: {reason}\nIts mode is "trace" by {mode.said_by}.'
+                ) from None
+            if subject in untraceable:
+                raise HookError(f"{_in_words(subject)}: {reason}") from None
+            untraceable[subject] = reason
+        finally:
+            _untraceable.reset(token)
+
+
+def _mode(rule: Rule[..., Any], function: type[Any] | None) -> ModeInForce:
+    """The mode of a call that a rule takes."""
+    if rule.mode != "auto":
+        return ModeInForce(rule.mode, f"the rule {rule.name} (declared at {rule.declared_at})")
+    return mode_in_force(function)
+
+
+def _function(subject: Any) -> type[Any] | None:
+    return subject if isinstance(subject, type) else None
+
+
+def _in_words(subject: Any) -> str:
+    if isinstance(subject, Rule):
+        return f"the rule {subject.name}"
+    return getattr(subject, "__qualname__", None) or getattr(subject, "co_qualname", None) or str(subject)
+
+
+def _positional(owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of ``Function.apply`` by position, as torch passes them on.
+
+    With ``setup_context`` defaults are filled in (torch/autograd/function.py, ``Function.apply``); without it keywords
+    are put in their places. What does not fit stays by keyword: torch refuses it, in its own words.
+    """
+    base = torch.autograd.Function
+    function = unwrap(owner)
+    signature = signature_of(function.forward)
+    split = function.setup_context is not base.setup_context
+    if signature is None or not (kwargs or split):
+        return args, kwargs
+    parameters = [p for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD][0 if split else 1 :]
+    positional, rest = list(args), dict(kwargs)
+    for parameter in parameters[len(args) :]:
+        if parameter.name in rest:
+            positional.append(rest.pop(parameter.name))
+        elif split and parameter.default is not parameter.empty:
+            names = [p.name for p in parameters if p.default is not p.empty]
+            index = wrap_const(names.index(parameter.name))
+            forward = _interpret_call(getattr, owner, wrap_const("forward"))
+            positional.append(_interpret_call(lambda f, i: f.__defaults__[i], forward, index))
+        else:
+            break
+    return (args, kwargs) if rest else (tuple(positional), {})
+
+
+def _take_over(
+    record: call_log.CallRecord,
+    call: Call,
+    owner: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *_: Any,
+    **__: Any,
+) -> Any:
+    rule = record.rule
+    assert rule is not None
+    try:
+        call, args, kwargs = _as_the_rule_knows_it(rule, call, args, kwargs)
+        mode = _mode(rule, call.function)
+    except HookError as error:
+        return raise_in_program(error)
+    invocation = Invocation(
+        rule=rule,
+        call=call,
+        bound=Bound.of(rule, call),
+        owner=owner,
+        args=args,
+        kwargs=kwargs,
+        grad_mode=bool(get_compile_data().is_grad_enabled),
+        mode=mode,
+    )
+    misfit = _misfit(call)
+    if misfit is not None:
+        return raise_in_program(misfit)
+    # A rule's own provider may call what it stands for; a Function may apply itself to something else, and what runs
+    # inline is the program's own code.
+    is_own = call.function is None and rule.mode != "inline"
+    token = _running.set((*_running.get(), (rule, call.callable)) if is_own else _running.get())
+    cache_guards.note_call(invocation.subject if call.function is not None else rule.forward)
+    for part in invocation.operator_parts:
+        cache_guards.note_call(part, guarded=False)
+    try:
+        with record.running(get_jit_ctx().computation_trace):
+            return _run(invocation, record)
+    except Raised as raised:
+        add_note(raised.error, invocation.note)
+        return raise_in_program(raised.error)
+    except HookError as error:
+        return raise_in_program(error)
+    except Exception as error:
+        add_note(error, f"a fault of hookkit's, not of the program's: {invocation.note}")
+        raise
+    finally:
+        _running.reset(token)
+
+
+def _as_the_rule_knows_it(
+    rule: Rule[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Call, tuple[Any, ...], dict[str, Any]]:
+    """A call, and its wrapped arguments, without parameters that its target has only in newer versions."""
+    known, options = rule.known_arguments(call, args, kwargs, unwrap)
+    if known is args:
+        return call, args, kwargs
+    needs = {id(a): n for a, n in zip(call.args, call.needs, strict=True)}
+    values = tuple(unwrap(a) for a in known)
+    plain = {name: unwrap(value) for name, value in options.items()}
+    needed = tuple(needs.get(id(v), False) for v in values)
+    return attrs.evolve(call, args=values, kwargs=plain, needs=needed), known, options
+
+
+def _misfit(call: Call) -> TypeError | None:
+    """What Python raises for arguments that what is called cannot take, or None."""
+    signature = signature_of(call.callable) if call.function is None and inspect.isfunction(call.callable) else None
+    if signature is None:
+        return None
+    try:
+        signature.bind(*call.args, **call.kwargs)
+    except TypeError as error:
+        return TypeError(f"{call.name}() {error}")
+    return None
+
+
+def _run(invocation: Invocation, record: call_log.CallRecord) -> Any:
+    rule, call = invocation.rule, invocation.call
+    if rule.mode == "inline":
+        record.became("traced")
+        return _interpret_call(rule.forward, *invocation.provider_arguments(), **invocation.kwargs)
+    trace = get_jit_ctx().computation_trace
+    key = replay.key_of(invocation)
+    reason = _why_opaque(invocation, key)
+    if reason is not None:
+        record.became("opaque", reason)
+        itself = reason == OVERWRITTEN and invocation.stands_for_pytorch
+        return opaque_calls.opaque_call(attrs.evolve(invocation, itself=itself), None)
+    earlier = replay.find(trace, key)
+    if earlier is not None:
+        record.became("traced")
+        record.replays = 1
+        return bind_call(invocation, *replay.instantiate(earlier, invocation))
+    everything, outside = _reachable(invocation)
+    generators = Generators.now()
+    guarded = invocation.guarded = guards.mark()
+    noted = cache_guards.mark()
+    error: BaseException
+    try:
+        if call.function is not None and call.kwargs:
+            raise UntraceableError(f"keyword arguments {sorted(call.kwargs)} have no place in forward")
+        with following(everything, outside):
+            composite, returned = trace_call(invocation, outside)
+        cache_guards.note_traced(outside)
+        record.became("traced")
+        if not everything.changed():
+            replay.remember(trace, key, invocation, composite, returned, everything)
+        return bind_call(invocation, composite, returned)
+    except Raised as raised:
+        if invocation.mode.mode == "trace" and isinstance(raised.error, HookError):
+            raise
+        error = raised.error
+    except HookError as refused:
+        if not (rule.opaque_callee or isinstance(refused, UntraceableError)):
+            raise
+        error = refused
+    guards.drop_changed(guarded, cache_guards.traced_program())
+    outside.restore()
+    generators.restore()
+    guards.drop_uncheckable(guarded)
+    cache_guards.drop(noted)
+    result, reason = opaque_calls.fall_back(invocation, error)
+    _untraceable.get()[key] = reason
+    record.became("opaque", reason)
+    return result
+
+
+def _why_opaque(invocation: Invocation, key: Any) -> str | None:
+    """Why a call is made opaque without trying to trace it, or None."""
+    mode = invocation.mode.mode
+    if mode == "opaque":
+        return 'mode="opaque"'
+    if mode == "auto":
+        untraceable = _untraceable.get()
+        reason = untraceable.get(invocation.subject) or untraceable.get(key)
+        if reason is not None:
+            return reason
+        if invocation.rule.opaque_callee and get_compile_data().autocast_stack.stack:
+            # thunder casts fewer operations than PyTorch, and custom_fwd and custom_bwd ask PyTorch for its state
+            return "autocast is on"
+    return None
+
+
+def _reachable(invocation: Invocation) -> tuple[State, State]:
+    """What a call's code can reach: all of it, and what is not made by the program while it is traced."""
+    given = [g for g in (invocation.owner, *invocation.args, *invocation.kwargs.values()) if g is not None]
+    rule = invocation.rule
+    # Where the callee runs itself the providers are hookkit's own, and the Function is among what is given.
+    itself = rule.opaque_callee and invocation.call.function is not None
+    providers = [] if itself else [rule.forward, rule.backward_provider, *invocation.operator_parts]
+    outside = [g for g in given if not invocation.is_made_by_program(g)]
+    everything = State.reachable_from([*map(unwrap, given), *providers])
+    if len(outside) == len(given):
+        return everything, everything
+    return everything, State.reachable_from([*map(unwrap, outside), *providers])
+
+
+PATCHES = [
+    Patch(
+        "thunder:thunder_general_jit",
+        around(trace_program),
+        "a program is not traced again where a call turns out to be opaque",
+        takes=("fn, args, kwargs, sharp_edges, ad_hoc_executor",),
+        needed=True,
+    )
+]

@@ -1,0 +1,152 @@
+"""Running a provider in thunder's interpreter, so that either all or nothing of it stays.
+
+An :class:`Attempt` is a scope of the computation trace. Whatever happens inside, when it is left the trace, the
+interpreter and the compile data are as they were; what was recorded is in its hands.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from thunder.core.compile_data import get_compile_data
+from thunder.core.interpreter import (
+    INTERPRETER_SIGNALS,
+    _interpret_call,
+    do_raise,
+    get_interpreterruntimectx,
+    unwrap,
+)
+from thunder.core.jit_ext import get_jit_ctx
+from thunder.core.prims import OpTags
+
+from hookkit.engine.trace import gradflow
+from hookkit.errors import HookError
+
+__all__ = ["Attempt", "Raised", "add_note", "is_made", "raise_in_program"]
+
+
+class Raised(Exception):
+    """Something that ran in the interpreter raised; the exception is in ``error``."""
+
+    def __init__(self, error: BaseException, interpreted: bool) -> None:
+        super().__init__(f"{type(error).__name__}: {error}")
+        self.error = error
+        self.interpreted = interpreted
+
+
+class Attempt:
+    """A scope in which operations are recorded aside, with grad mode off and autocast as it is or off."""
+
+    def __init__(self, *, grad_mode: bool, autocast: bool = True) -> None:
+        self._grad_mode = grad_mode
+        self._autocast = autocast
+        self.bound_symbols: list[Any] = []
+        self.enters_autocast = False
+
+    def __enter__(self) -> Attempt:
+        self._jit = get_jit_ctx()
+        self._runtime = get_interpreterruntimectx()
+        self._data = get_compile_data()
+        trace = self._trace = self._jit.computation_trace
+        self._scopes = len(trace.scopes)
+        self._source = (trace._current_source_filename, trace._current_source_positions)
+        self._exceptions = list(self._runtime.exception_stack)
+        self._frames = len(self._runtime.frame_stack)
+        self._modifications = {k: len(v) for k, v in self._jit._additional_outputs.items()}
+        executor = self._jit.ad_hoc_executor
+        self._executor_state = (dict(executor._opmap), dict(executor._implmap), dict(executor._lookasides))
+        self._outer_grad_mode = self._data.is_grad_enabled
+        self._outer_autocast = self._data.autocast_stack.stack
+        self._data.is_grad_enabled = self._grad_mode
+        self._data.autocast_stack.stack = deque(self._outer_autocast if self._autocast else ())
+        trace.push_scope(self.bound_symbols)
+        return self
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Interpret a call of wrapped values.
+
+        Raises:
+            Raised: if the interpreted program, or thunder while it interprets it, raises.
+        """
+        try:
+            result = _interpret_call(function, *args, **kwargs)
+        except Exception as error:
+            raise Raised(error, interpreted=False) from error
+        if result is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
+            raised = self._runtime.curexc
+            self._runtime.curexc = None
+            raise Raised(raised, interpreted=True)
+        return result
+
+    def written(self) -> list[tuple[Any, Any]]:
+        """The dicts of objects that were there before in which the code that ran set an attribute, and its value.
+
+        thunder does not set them; it notes them for the program's epilogue (``_general_jit_object_setattr_lookaside``).
+        """
+        notes = self._jit._additional_outputs.items()
+        return [(d, unwrap(note[-1])) for d, entries in notes for note in entries[self._modifications.get(d, 0) :]]
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        trace = self._trace
+        gradflow.forget(trace, self.bound_symbols)
+        del trace.scopes[self._scopes :]
+        trace._current_source_filename, trace._current_source_positions = self._source
+        self._data.is_grad_enabled = self._outer_grad_mode
+        self._data.autocast_stack.stack = self._outer_autocast
+        self.enters_autocast = any("autocast" in b.sym.name for b in self.bound_symbols if _is_context_marker(b))
+        self.bound_symbols = [b for b in self.bound_symbols if not _is_context_marker(b)]
+        if error is not None:
+            self._roll_back()
+
+    def _roll_back(self) -> None:
+        self._runtime.curexc = None
+        self._runtime.exception_stack[:] = self._exceptions
+        del self._runtime.frame_stack[self._frames :]
+        for modified, entries in list(self._jit._additional_outputs.items()):
+            del entries[self._modifications.get(modified, 0) :]
+            if not entries:
+                del self._jit._additional_outputs[modified]
+        executor = self._jit.ad_hoc_executor
+        for table, before in zip(
+            (executor._opmap, executor._implmap, executor._lookasides), self._executor_state, strict=True
+        ):
+            # other threads read the tables meanwhile
+            for key in table.keys() - before.keys():
+                del table[key]
+            table.update(before)
+
+
+def _is_context_marker(bsym: Any) -> bool:
+    """Entering and leaving no_grad or autocast is recorded as a symbol that only top-level traces can hold."""
+    return bool(bsym.sym.tags) and OpTags.CTX_MANAGER_ENTER_EXIT_OP in bsym.sym.tags
+
+
+def raise_in_program(error: BaseException) -> Any:
+    """Raise an exception at the place of the call in the interpreted program."""
+    return do_raise(error)
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """PEP 678's ``add_note``, on Python 3.10 too; not twice, and not to hookkit's own refusals, which say it."""
+    if isinstance(error, HookError):
+        return
+    notes = getattr(error, "__notes__", [])
+    if note in notes:
+        return
+    if sys.version_info >= (3, 11):
+        error.add_note(note)
+    else:
+        error.__notes__ = [*notes, note]  # type: ignore[attr-defined]
+
+
+def is_made(provenance: Any) -> bool:
+    """Whether a value was made while the program is traced, judged by how the program came by it."""
+    instruction = getattr(provenance.inst, "opname", None) or getattr(provenance.inst, "value", provenance.inst)
+    return instruction not in _READING or any(is_made(p) for p in provenance.inputs)
+
+
+_READING = ("INPUT_ARGS", "INPUT_KWARGS", "INPUT_FN", "LOAD_ATTR", "BINARY_SUBSCR", "CONSTANT")

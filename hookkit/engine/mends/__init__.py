@@ -1,0 +1,1 @@
+"""Faults of thunder's and of Dynamo's that have nothing to do with calls, corrected."""

@@ -1,0 +1,208 @@
+"""Custom Functions that Dynamo, which ``thunderfx`` runs first, would make something else of than eager PyTorch.
+
+Dynamo traces forward and backward into the operator ``autograd_function_apply``, and takes some of what a Function may
+do for something else, whatever the backend. Where that is seen it leaves the Function to eager PyTorch: it breaks its
+graph, and the Function runs between two compiled graphs. What Dynamo does for other backends stays as it is.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, NoReturn
+
+import thunder.dynamo.compiler
+import torch
+from torch._dynamo.decorators import skip_code  # type: ignore[attr-defined]
+from torch._dynamo.exc import TorchDynamoException, Unsupported
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables import VariableTracker
+
+from hookkit import compat
+from hookkit.engine.joint import transforms
+from hookkit.engine.pytorch.dynamo_graphs import is_once_differentiable, write_no_grad
+from hookkit.patch import Patch, around_method
+
+__all__ = ["PATCHES", "apply", "compile_graph"]
+
+
+def _is_for_thunder() -> bool:
+    """Whether what Dynamo traces goes to thunder."""
+    backend = InstructionTranslator.current_tx().output.compiler_fn
+    while wrapped := getattr(backend, "_torchdynamo_orig_backend", None) or getattr(backend, "compiler_fn", None):
+        backend = wrapped
+    return isinstance(backend, thunder.dynamo.compiler.ThunderCompiler)
+
+
+def compile_graph(compiler: Any, stock: Callable[..., Any], graph: Any, sample_args: Any, **options: Any) -> Any:
+    """``ThunderCompiler.__call__``; a graph with a transform of ``torch.func`` in it or around it runs eagerly.
+
+    So does one with forward-mode differentiation. Their tensors stand for more than their data, which a trace would
+    lose, and so would inductor, to which ``thunderfx`` gives what thunder does not support.
+    """
+    if transforms.active() or any(_is_of_transform(n.target) for n in graph.graph.nodes):
+        return graph.forward
+    return stock(compiler, graph, sample_args, **options)
+
+
+def _is_of_transform(target: Any) -> bool:
+    """Whether a function of one of Dynamo's graphs belongs to ``torch.func``, or to forward-mode differentiation."""
+    name = f"{getattr(target, '__module__', None)}.{getattr(target, '__name__', None)}"
+    return any(part in name for part in ("_functorch", "forward_ad", "_dual_level", "_make_dual", "_unpack_dual"))
+
+
+def apply(function: Any, stock: Callable[..., Any], tx: Any, args: Any, kwargs: Any) -> Any:
+    """``AutogradFunctionVariable.call_apply``; an error of Dynamo's own breaks the graph."""
+    owner = function.fn_cls
+    if not _is_for_thunder():
+        return stock(function, tx, args, kwargs)
+    if getattr(owner, "boxed_grads_call", False):
+        _leave(owner.__name__, "its backward takes one list of gradients")
+    if function.source is None and getattr(sys.modules.get(owner.__module__), owner.__name__, None) is not owner:
+        _leave(owner.__name__, "Dynamo does not know where the class comes from, and takes it for a global")
+    if transforms.active():
+        _leave(owner.__name__, "Dynamo traces its forward alone inside of a transform, as of torch.func")
+    if any(_is_within(outer.backward, tx) for outer in _applied):
+        # Dynamo would trace its forward alone, as grad mode is off there; a second derivative asks for its backward
+        _leave(owner.__name__, "the backward of another Function applies it")
+    installed = set(tx.output.nn_modules)
+    _applied.append(owner)
+    try:
+        result = stock(function, tx, args, kwargs)
+        if is_once_differentiable(owner):
+            _write_no_grad(tx.output.nn_modules, installed)
+        return result
+    except Unsupported:
+        _skip(owner)
+        raise
+    except TorchDynamoException:  # what it says to itself, or to the user
+        raise
+    except Exception as error:
+        _skip(owner)
+        _leave(owner.__name__, f"Dynamo fails with {type(error).__name__}: {error}", error)
+    finally:
+        _applied.pop()
+
+
+# The Functions that Dynamo is about to trace, each in one that applies it; it traces in one thread at a time.
+_applied: list[type[Any]] = []
+
+
+def _is_within(function: Any, tx: Any) -> bool:
+    """Whether Dynamo is tracing a call of a function."""
+    code = getattr(function, "__code__", None)
+    while tx is not None:
+        if tx.f_code is code:
+            return True
+        tx = getattr(tx, "parent", None)
+    return False
+
+
+def _write_no_grad(modules: dict[str, Any], before: set[str]) -> None:
+    """Let a backward that is once differentiable switch grad mode off: Dynamo leaves that out where it is off already.
+
+    ``graph_modules.as_function`` knows it by that.
+    """
+    name = next((n for n in reversed(modules) if n not in before and n.startswith("bwd_body")), None)
+    if name is None:
+        _leave("a Function", "its backward is once_differentiable, and Dynamo puts it where hookkit does not look")
+    write_no_grad(modules[name])
+
+
+def _skip(owner: type[Any]) -> None:
+    """Keep Dynamo from compiling a Function's methods by themselves, when eager PyTorch calls them: it may fail again.
+
+    Nor its base classes' methods, which those may call.
+    """
+    for base in owner.__mro__:
+        for name in ("forward", "setup_context", "backward", "vjp"):
+            method = getattr(vars(base).get(name), "__func__", None)
+            if isinstance(method, FunctionType) and base is not torch.autograd.Function:
+                skip_code(method.__code__)
+
+
+def read_attribute(ctx: Any, stock: Callable[..., Any], tx: Any, name: str) -> Any:
+    """``AutogradFunctionContextVariable``'s way to an attribute, for methods that it makes nothing of, or forgets."""
+    if name == "set_materialize_grads" and _is_for_thunder():
+        _leave("a Function", "it calls set_materialize_grads")
+    if name == "mark_non_differentiable" and not ctx.inference and _is_for_thunder():
+        _leave("a forward", "it marks outputs as non-differentiable, and is compiled by itself")
+    if name == "mark_dirty" and not compat.dynamo_knows_dirty() and _is_for_thunder():
+        _leave("a Function", "it calls mark_dirty")
+    return stock(ctx, tx, name)
+
+
+def trace_forward_graph(call: Any, stock: Callable[..., Any], tx: Any, ctx: Any, *rest: Any) -> Any:
+    """``AutogradFunctionApplyVariable.trace_forward_graph``; what PyTorch does not track is no output."""
+    traced = stock(call, tx, ctx, *rest)
+    if not _is_for_thunder():
+        return traced
+    output = traced[1]
+    items = [output] if output.is_tensor() else output.items
+    if any(_tensors(item) for item in items if not item.is_tensor()):
+        _leave("a Function", "its forward returns tensors inside of a container, which PyTorch does not track")
+    outputs = {item.as_proxy() for item in items if item.is_tensor()}
+    if not outputs.issuperset(ctx.non_differentiable or ()):
+        _leave("a Function", "it marks as non-differentiable what Dynamo does not take for an output")
+    return traced
+
+
+def rewire_bwd_graph_outputs(
+    call: Any, stock: Callable[..., Any], freevars: Any, output: Any, graph: Any, bwd_freevars: Any, args: Any
+) -> None:
+    """``AutogradFunctionApplyVariable.rewire_bwd_graph_outputs``, which drops gradients without an input."""
+    gradients = list(output.items) if output.python_type() is tuple else [output]
+    fits = len(gradients) >= len(args) and all(
+        _is_none(gradient) or (gradient.is_tensor() and i < len(args) and args[i].is_tensor())
+        for i, gradient in enumerate(gradients)
+    )
+    if not fits and _is_for_thunder():
+        _leave("a Function", "its backward does not return a tensor or None for each input")
+    stock(call, freevars, output, graph, bwd_freevars, args)
+
+
+def _tensors(value: Any) -> list[Any]:
+    found: list[Any] = []
+    VariableTracker.visit(lambda part: found.append(part) if part.is_tensor() else None, value)
+    return found
+
+
+def _is_none(value: Any) -> bool:
+    return value.is_python_constant() and value.as_python_constant() is None
+
+
+def _leave(name: str, why: str, cause: Exception | None = None) -> NoReturn:
+    raise Unsupported(f"hookkit leaves {name} to eager PyTorch: {why}") from cause
+
+
+def _patch(target: str, function: Callable[..., Any], takes: str, *, optional: bool = False) -> Patch:
+    lost = "Dynamo may make something else of a Function than eager PyTorch"
+    replace = around_method(function)
+    return Patch(target, replace, lost, takes=(takes,), optional=optional, concerns_thunderfx=True)
+
+
+_FUNCTION = "torch._dynamo.variables.misc:AutogradFunctionVariable"
+_CONTEXT = "torch._dynamo.variables.misc:AutogradFunctionContextVariable"
+_APPLY = "torch._dynamo.variables.higher_order_ops:AutogradFunctionApplyVariable"
+PATCHES = [
+    Patch(
+        "thunder.dynamo.compiler:ThunderCompiler.__call__",
+        around_method(compile_graph),
+        "a transform of torch.func in a program of thunderfx may be lost",
+        takes=("self, gm, sample_args", "self, gm, sample_args, **compile_options"),
+        concerns_thunderfx=True,
+    ),
+    _patch(f"{_FUNCTION}.call_apply", apply, "self, tx, args, kwargs"),
+    _patch(f"{_CONTEXT}.var_getattr|tp_getattro_impl", read_attribute, "self, tx, name"),
+    # Newer PyTorch traces a Function in steps.
+    _patch(
+        f"{_APPLY}.trace_forward_graph", trace_forward_graph, "self, tx, ctx, fwd_tracer, args, kwargs", optional=True
+    ),
+    _patch(
+        f"{_APPLY}.rewire_bwd_graph_outputs",
+        rewire_bwd_graph_outputs,
+        "self, fwd_freevars, bwd_out, bwd_graph, bwd_freevars, orig_fwd_args",
+        optional=True,
+    ),
+]

@@ -1,0 +1,244 @@
+"""What hookkit corrects in thunder besides calls: values that it gets wrong, and refuses where it would be silent.
+
+Each stands in the place of one function of thunder's, as `PATCHES` has it, and says what is wrong with
+that one; when thunder has mended it, it can go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from numbers import Number
+from typing import Any
+
+import torch
+from thunder.core.devices import cpu
+from thunder.core.dtypes import to_torch_dtype
+from thunder.core.interpreter import PseudoInst
+from thunder.core.proxies import NumberProxy, TensorProxy
+
+from hookkit.engine.mends import tensor_identity
+from hookkit.engine.opaque.opaque_calls import record_constant
+from hookkit.patch import Patch, around, around_method
+
+__all__ = [
+    "DECISIONS",
+    "PATCHES",
+    "bind",
+    "broadcast",
+    "compare",
+    "inference_mode",
+    "keys_count",
+    "of_known_value",
+    "printed",
+    "proxify",
+    "torch_dtype",
+    "unsupported_nodes",
+]
+
+
+def torch_dtype(tensor: Any) -> torch.dtype:
+    """As torch names it: thunder's own dtypes are not equal to torch's."""
+    return to_torch_dtype(tensor.dtype)  # type: ignore[no-any-return]
+
+
+def proxify(context: Any, stock: Callable[..., Any], value: Any) -> Any:
+    """Have tensors in a wrapped value replaced by proxies.
+
+    thunder (``JitCtx.proxify`` in thunder/core/jit_ext.py) makes a named tuple as if it took one sequence, and cannot
+    unpack a tensor that is a constant of the program.
+    """
+    held = value.value
+    proxies = _proxify(context, stock, value)
+    if isinstance(held, torch.Tensor) and isinstance(proxies, TensorProxy):
+        tensor_identity.note(context.computation_trace, held, value)
+    return proxies
+
+
+def _proxify(context: Any, stock: Callable[..., Any], value: Any) -> Any:
+    held = value.value
+    if value.original_value is not value.nothing:
+        return stock(context, value)
+    if isinstance(held, torch.Tensor) and _is_constant(value.provenance) and not held.requires_grad:
+        value.register_proxy(record_constant(held))
+        return value.value
+    if not (isinstance(held, tuple) and hasattr(held, "_make")):
+        return stock(context, value)
+    value.track_items()
+    proxies = held._make(item.value for item in value.item_wrappers)
+    value.register_proxy(proxies)
+    for name, attribute in value.attribute_wrappers.items():
+        if name not in type(held)._fields:  # type: ignore[attr-defined]
+            attribute.register_proxy(getattr(proxies, name))
+    return proxies
+
+
+def _is_constant(provenance: Any) -> bool:
+    """Whether a value is, or is a part of, a constant of the program that no prologue can unpack."""
+    if provenance.inst is PseudoInst.CONSTANT:
+        return not isinstance(provenance.value, int | str)
+    return provenance.inst in (PseudoInst.LOAD_ATTR, PseudoInst.BINARY_SUBSCR) and _is_constant(provenance.inputs[0])
+
+
+_NAMED = re.compile(r"(torch\.return_types\.\w+)\(\n((?:[^()]|\([^()]*\))*)\)")
+
+
+def printed(stock: Callable[..., str], value: Any, **options: Any) -> str:
+    """A value as it stands in a trace; thunder prints ``torch.return_types.sort`` in a form that cannot be executed."""
+    return _NAMED.sub(_constructed, stock(value, **options))
+
+
+def _constructed(match: re.Match[str]) -> str:
+    fields = [field.partition("=")[2] for field in match[2].split(",\n")]
+    return f"{match[1]}(({', '.join(fields)},))"
+
+
+def bind(symbol: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Record an operation with the lists as they are now; the program may change them afterwards.
+
+    thunder records the lists themselves (``Symbol.bind`` in thunder/core/symbol.py), and reads them later.
+    """
+
+    def copied(value: Any) -> Any:
+        return list(value) if type(value) is list else value
+
+    return stock(symbol, *map(copied, args), **{k: copied(v) for k, v in kwargs.items()})
+
+
+def keys_count(keys: Any) -> int:
+    """``len(d.keys())`` of a dict in a program, which thunder's own keys do not know."""
+    return len(keys.mapping)
+
+
+def compare(tensor: Any, stock: Callable[..., Any], other: Any) -> Any:
+    """``x == None``, as PyTorch has it: what is no tensor and no number is not equal."""
+    return (
+        stock(tensor, other) if isinstance(other, TensorProxy | NumberProxy | Number | torch.Tensor) else NotImplemented
+    )
+
+
+# What a program branches on; FloatProxy and the others have these from NumberProxy.
+DECISIONS = ("__bool__", "__eq__", "__ge__", "__gt__", "__le__", "__lt__", "__ne__")
+
+
+def of_known_value(number: Any, stock: Callable[..., Any], *others: Any) -> Any:
+    """A comparison of numbers whose values are known; thunder takes one that is not (``x.item() > 0``) for false."""
+    if any(isinstance(n, NumberProxy) and n.value is None for n in (number, *others)):
+        raise NotImplementedError(
+            "the program branches on the value of a tensor (data dependency), which is not known before it runs"
+        )
+    return stock(number, *others)
+
+
+def broadcast(stock: Callable[..., Any], *tensors: Any, treat_cpu_scalar_tensors_as_numbers: bool = True) -> Any:
+    """Tensors in their common shape; on the CPU those without dimensions, too.
+
+    thunder leaves them as they are, for the sake of operations with tensors on another device, and then gives them the
+    gradient of the result, not its sum: that of ``x.sum() * y`` for ``x`` is wrong.
+    """
+    elsewhere = any(isinstance(t, TensorProxy) and t.device != cpu for t in tensors)
+    return stock(*tensors, treat_cpu_scalar_tensors_as_numbers=treat_cpu_scalar_tensors_as_numbers and elsewhere)
+
+
+def unsupported_nodes(stock: Callable[..., set[torch.fx.Node]], graph: torch.fx.GraphModule) -> set[torch.fx.Node]:
+    """What of one of Dynamo's graphs is not for thunder: all of it, if it registers a hook on a tensor that it makes.
+
+    ``thunderfx`` would split the graph there. The hook is lost between the parts, and does not see the gradient of what
+    comes before it; PyTorch is right where it has the whole graph.
+    """
+    if any(str(node.target) == "register_hook" for node in graph.graph.nodes):
+        return {n for n in graph.graph.nodes if n.op.startswith("call_")}
+    return stock(graph)
+
+
+def inference_mode(mode: Any = True) -> Any:
+    """``torch.inference_mode`` in a program: thunder would switch it on for the tracing, and forget about it.
+
+    Interpreted. What a compiled program computes are no inference tensors; they require no grad.
+    """
+    return torch.no_grad() if mode else contextlib.nullcontext()
+
+
+def _symbols(bsyms: Any) -> Iterator[Any]:
+    """Bound symbols, and what they are made of."""
+    for bsym in bsyms:
+        yield bsym
+        yield from _symbols(bsym.subsymbols)
+
+
+def _records_lists(trace: Any) -> bool:
+    return any(type(a) is list for b in trace.bound_symbols for a in (*b.args, *b.kwargs.values()))
+
+
+def _knows_no_value(trace: Any) -> bool:
+    outputs = (o for b in _symbols(trace.bound_symbols) for o in b.flat_outs)
+    return any(isinstance(o, NumberProxy) and o.value is None for o in outputs)
+
+
+def _mixes_ranks(trace: Any) -> bool:
+    """Whether a tensor without dimensions meets one with some in one operation."""
+    ranks = ({a.ndim for a in b.flat_args if isinstance(a, TensorProxy)} for b in _symbols(trace.bound_symbols))
+    return any(0 in found and len(found) > 1 for found in ranks)
+
+
+PATCHES = [
+    Patch(
+        "thunder.core.symbol:Symbol.bind",
+        around_method(bind),
+        "a list that the program changes after an operation took it is read as it is later",
+        takes=("self, *args, output, subsymbols, _call_ctx, **kwargs",),
+        concerns=_records_lists,
+    ),
+    Patch(
+        "thunder.core.interpreter:MappingKeysView.__len__",
+        lambda _: keys_count,
+        "len(d.keys()) of a dict in a program is an error",
+        adds=True,
+    ),
+    *(
+        Patch(
+            f"thunder.core.proxies:TensorProxy.{name}",
+            around_method(compare),
+            "a tensor cannot be compared with what is none, as in x == None",
+            takes=("self, other",),
+        )
+        for name in ("__eq__", "__ne__")
+    ),
+    *(
+        Patch(
+            f"thunder.core.proxies:NumberProxy.{name}",
+            around_method(of_known_value),
+            "a number that a tensor holds is taken for false where the program branches on it",
+            takes=("self",) if name == "__bool__" else ("self, other",),
+            concerns=_knows_no_value,
+        )
+        for name in DECISIONS
+    ),
+    Patch(
+        "thunder.core.codeutils:prettyprint",
+        around(printed),
+        "a trace that holds a named tuple of torch's cannot be executed",
+        takes=("x, with_type, literals_allowed, literals_as_underscores, _quote_markers",),
+    ),
+    Patch(
+        "thunder.clang:maybe_broadcast",
+        around(broadcast),
+        "the gradient of a tensor without dimensions that meets one with some is wrong",
+        takes=("*args, treat_cpu_scalar_tensors_as_numbers, expand_fn",),
+        concerns=_mixes_ranks,
+    ),
+    Patch(
+        "thunder.core.jit_ext:JitCtx.proxify",
+        around_method(proxify),
+        "named tuples of tensors, and tensors that are constants of a program, are errors",
+        takes=("self, value",),
+    ),
+    Patch(
+        "thunder.dynamo.splitter:get_nodes_in_unsupported_ctx_regions",
+        around(unsupported_nodes),
+        "a hook on a tensor that the program makes is lost",
+        takes=("gm",),
+        concerns_thunderfx=True,
+    ),
+]

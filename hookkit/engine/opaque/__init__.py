@@ -1,0 +1,1 @@
+"""A call as one operator that PyTorch runs."""

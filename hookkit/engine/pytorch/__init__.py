@@ -1,0 +1,1 @@
+"""Callees that PyTorch runs, under its own autograd."""

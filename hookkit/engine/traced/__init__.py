@@ -1,0 +1,1 @@
+"""A call as its operations."""

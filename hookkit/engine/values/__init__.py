@@ -1,0 +1,1 @@
+"""Interpreter values: unwrapped, wrapped, and paired with the arguments of a call."""
