@@ -217,9 +217,7 @@ def test_a_module_of_the_engine_that_cannot_be_imported_is_named(monkeypatch):
     monkeypatch.delitem(sys.modules, "hookkit.engine.mends.dynamo")
     monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
     plugin._warned.clear()
-    with pytest.warns(
-        hookkit.PluginWarning, match=r"mends\.dynamo cannot be imported .*torch has moved"
-    ):
+    with pytest.warns(hookkit.PluginWarning, match=r"mends\.dynamo cannot be imported .*torch has moved"):
         hookkit.enable()
     assert_right_or_refused(program, (vector(),))
     torch._dynamo.reset()
