@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test fuzz lint types layering docs bench load peers matrix fresh dist clean
+.PHONY: help demo test fuzz lint types layering docs cases bench load peers matrix fresh dist clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
@@ -39,6 +39,9 @@ layering: $(INSTALLED)  ## check that imports point downwards only
 
 docs: $(INSTALLED)  ## build the documentation in docs/_build/html
 	$(BIN)/sphinx-build -W -n --keep-going -b html docs docs/_build/html
+
+cases: $(INSTALLED)  ## run the contract's programs with hookkit and without it, and count what becomes of them
+	$(BIN)/python scripts/cases.py
 
 bench: $(INSTALLED)  ## run every benchmarks/bench_*.py; figures also as JSON in build/bench
 	set -e; for name in compile step registry; do \

@@ -1,4 +1,4 @@
-"""Runs the Python blocks of README.md and of the pages in docs/, and the examples of docstrings.
+"""Runs the Python blocks of the pages in docs/, and the examples of docstrings.
 
 The blocks of one page share a namespace. What a block prints has to be what the next ``text`` block of the page shows;
 ``...`` in it stands for anything, and runs of blanks count as one.
@@ -61,7 +61,7 @@ class PythonBlocks(PythonCodeBlockParser):
 
 pages = Sybil(
     parsers=[PythonBlocks(), CodeBlockParser("text", compare), SkipParser()],
-    patterns=["README.md", "docs/*.md", "docs/*/*.md"],
+    patterns=["docs/*.md", "docs/*/*.md"],
     excludes=["docs/_build/*.md"],
     setup=enable,
     teardown=unregister,

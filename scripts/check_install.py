@@ -32,13 +32,14 @@ def readme_blocks(root: Path) -> list[str]:
 
 
 def run_readme(root: Path) -> Iterator[str]:
-    """Run the README's blocks, in order, as one program; yield what failed."""
-    with tempfile.TemporaryDirectory() as folder:
-        program = Path(folder) / "readme.py"
-        program.write_text("\n".join(readme_blocks(root)))
-        ran = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, check=False)
-    if ran.returncode:
-        yield f"README.md: {ran.stderr.strip().splitlines()[-1]}"
+    """Run the README's blocks, each as a program of its own; yield what failed."""
+    for number, block in enumerate(readme_blocks(root), 1):
+        with tempfile.TemporaryDirectory() as folder:
+            program = Path(folder) / "readme.py"
+            program.write_text(block)
+            ran = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, check=False)
+        if ran.returncode:
+            yield f"README.md, block {number}: {ran.stderr.strip().splitlines()[-1]}"
 
 
 def contract_of(root: Path) -> ModuleType:
@@ -67,20 +68,20 @@ def run_case(case: Any, compile_: Any) -> str | None:
         return str(error)
     except Exception as error:
         # Some of what hookkit refuses a newer PyTorch refuses, too.
-        as_eager = case.state in ("as eager", "refused") and raises_eagerly(program, arguments)
+        as_eager = case.state in ("as eager", "refused") and raised_eagerly(program, arguments) is not None
         return None if as_eager else f"{type(error).__name__}: {error}"
     return None
 
 
-def raises_eagerly(program: Any, arguments: tuple[Any, ...]) -> bool:
-    """Whether eager PyTorch raises an error, in the forward or in the backward."""
+def raised_eagerly(program: Any, arguments: tuple[Any, ...]) -> Exception | None:
+    """What eager PyTorch raises, in the forward or in the backward."""
     try:
         output = copy.deepcopy(program)(*arguments)
         tensors = [t for t in torch.utils._pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
         torch.autograd.backward([t.sum() for t in tensors if t.requires_grad])
-    except Exception:
-        return True
-    return False
+    except Exception as error:
+        return error
+    return None
 
 
 def main(root: Path) -> int:
@@ -88,7 +89,7 @@ def main(root: Path) -> int:
     assert not Path(hookkit.__file__).is_relative_to(root / "hookkit"), "the checkout is imported, not the package"
     warnings.simplefilter("ignore")
     failures = list(run_readme(root))
-    count = 1
+    count = len(readme_blocks(root))
     cases = contract_of(root).CASES
     for name, compile_, chosen in (("jit", thunder.jit, cases), ("thunderfx", thunder.dynamo.thunderfx, cases[::8])):
         for case in chosen:
