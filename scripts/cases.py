@@ -1,9 +1,9 @@
 """Runs the programs of the contract with hookkit and without it, and counts what becomes of them: cases.py [PATTERN].
 
 The programs are those of ``docs/contract.py``: small ones around a custom ``torch.autograd.Function``, one for each
-thing that it may do. Each is run by eager PyTorch, by thunder with hookkit enabled, and by thunder with hookkit disabled,
-which is thunder as it was (imported with hookkit's help, as it cannot be imported on PyTorch 2.13 or newer otherwise).
-PATTERN is a part of a program's description. ``--list`` prints every program, ``--show`` its source as well.
+thing that it may do. Each is run by eager PyTorch, by thunder with hookkit enabled, and by thunder with hookkit
+disabled, which is thunder as it was (imported with hookkit's help, as it cannot be imported on PyTorch 2.13 or newer
+otherwise). PATTERN is a part of a program's description. ``--list`` prints every program, ``--show`` its source, too.
 """
 
 from __future__ import annotations

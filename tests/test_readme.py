@@ -26,7 +26,8 @@ IS_WHERE_THE_README_WAS_WRITTEN = torch.__version__.startswith("2.13.") and sys.
 
 def run(block, monkeypatch):
     """Runs a block in a namespace of its own, as the file ``program.py``; returns the namespace and what it prints."""
-    monkeypatch.setitem(linecache.cache, "program.py", (len(block), None, block.splitlines(keepends=True), "program.py"))
+    source = (len(block), None, block.splitlines(keepends=True), "program.py")
+    monkeypatch.setitem(linecache.cache, "program.py", source)
     namespace = {"__name__": "__main__"}
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(compile(block, "program.py", "exec", dont_inherit=True), namespace)
@@ -98,7 +99,7 @@ def gradient(program, compiler):
 def test_a_function_of_the_table_fails_as_it_says_without_hookkit(words, program):
     torch.testing.assert_close(gradient(program.apply, thunder.jit), gradient(program.apply, lambda f: f))
     hookkit.disable()
-    with contextlib.redirect_stdout(io.StringIO()), pytest.raises(Exception) as raised:  # noqa: B017  each its own
+    with contextlib.redirect_stdout(io.StringIO()), pytest.raises(Exception) as raised:
         gradient(program.apply, thunder.jit)
     kind, message = re.search(rf"^\| .*{words}.* \| (\w+): (.*) \| right \|$", README, re.MULTILINE).groups()
     assert type(raised.value).__name__ == kind
@@ -120,7 +121,8 @@ def test_thunder_cannot_be_imported_without_hookkit_where_the_table_says_so():
 
 
 def test_the_table_of_outcomes_counts_the_programs_of_the_contract():
-    rows = dict(re.findall(r"^\| (right|refused|another error|silently wrong)[^|]* \| ([\d |]+) \|$", README, re.MULTILINE))
+    outcome = r"^\| (right|refused|another error|silently wrong)[^|]* \| ([\d |]+) \|$"
+    rows = dict(re.findall(outcome, README, re.MULTILINE))
     count = int(re.search(r"^\| (\d+) programs", README, re.MULTILINE)[1])
     assert len(rows) == 4
     assert all(sum(int(row.split("|")[way]) for row in rows.values()) == count for way in (0, 1))
