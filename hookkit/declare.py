@@ -11,7 +11,7 @@ from hookkit.call import Source
 from hookkit.declared import Origin
 from hookkit.errors import RegistrationError, RegistrationWarning, warn_at
 from hookkit.modes import RuleMode, check_mode
-from hookkit.registry import registry
+from hookkit.registry import SHIPPED, registry
 from hookkit.rule import Rule, Track, default_name
 from hookkit.targets import is_lambda, make_target, place_of
 
@@ -185,7 +185,7 @@ def rule(
     if not isinstance(priority, int):
         raise RegistrationError(f"priority={priority!r}; expected an int")
     given = list(target) if isinstance(target, list | tuple) else [target]
-    ships = str(sys._getframe(1).f_globals.get("__name__")).startswith("hookkit.rules.")
+    ships = str(sys._getframe(1).f_globals.get("__name__")).startswith(SHIPPED)
     if not given and not ships:
         raise RegistrationError("the list of targets is empty; give at least one")
     targets = tuple(make_target(t, subclasses=subclasses) for t in given)

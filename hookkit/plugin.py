@@ -33,14 +33,14 @@ SOURCES: dict[str, dict[str, Any]] = {
     "hookkit.engine.trace.functionalize": _ALL,
     "hookkit.engine.joint.autograd_link": _ALL,
     "hookkit.engine.joint.transforms": _ALL,
-    "hookkit.engine.interpreter.threads": _ALL,
+    "hookkit.mends.threads": _ALL,
     "hookkit.engine.interpreter.cache_guards": _ALL,
     "hookkit.engine.opaque.opaque_calls": _ALL,
-    "hookkit.engine.mends.buffers": _ALL,
-    "hookkit.engine.mends.wrong_answers": _ALL,
-    "hookkit.engine.mends.tensor_identity": _ALL,
-    "hookkit.engine.interpreter.shortcuts": _SPEED,
-    "hookkit.engine.mends.dynamo": _THUNDERFX,
+    "hookkit.mends.buffers": _ALL,
+    "hookkit.mends.wrong_answers": _ALL,
+    "hookkit.mends.tensor_identity": _ALL,
+    "hookkit.mends.fast_paths": _SPEED,
+    "hookkit.mends.dynamo": _THUNDERFX,
 }
 
 _lock = threading.RLock()

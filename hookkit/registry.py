@@ -43,9 +43,11 @@ if TYPE_CHECKING:
     from hookkit.declare import Declaration
     from hookkit.rule import Rule
 
-__all__ = ["Candidate", "Registry", "entry_points", "registry", "rules"]
+__all__ = ["SHIPPED", "Candidate", "Registry", "entry_points", "registry", "rules"]
 
 ENTRY_POINT_GROUP = "hookkit.rules"
+# The packages of the rules that ship.
+SHIPPED = ("hookkit.rules", "hookkit.mends.rules")
 
 
 @attrs.frozen
@@ -277,7 +279,8 @@ class Registry:
                 return
             self._loading = True
             try:
-                importlib.import_module("hookkit.rules")
+                for package in SHIPPED:
+                    importlib.import_module(package)
             except Exception as error:
                 self._loading = False
                 raise RegistrationError(

@@ -14,7 +14,7 @@ from hookkit.call import Call, Source
 from hookkit.declared import Origin, is_same_function
 from hookkit.errors import HookError, RegistrationError
 from hookkit.modes import RuleMode
-from hookkit.registry import registry
+from hookkit.registry import SHIPPED, registry
 from hookkit.signatures import POSITIONAL, Difference, count_misfit, difference, misfit, torch_signature
 from hookkit.targets import (
     CallableTarget,
@@ -328,7 +328,7 @@ class Rule(Generic[P, R]):
     @property
     def is_conditional_correction(self) -> bool:
         """Whether the rule ships with hookkit, for the calls alone for which its condition is true."""
-        return str(getattr(self._when, "__module__", "")).startswith("hookkit.rules.")
+        return str(getattr(self._when, "__module__", "")).startswith(SHIPPED)
 
     @property
     def backward_provider(self) -> Callable[..., Any] | None:

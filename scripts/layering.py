@@ -17,6 +17,7 @@ from pathlib import Path
 # From top to bottom. A module may import modules of lower groups, not of its own group or a higher one. An entry that
 # ends in "/" is a folder, whose modules may import each other; a longer entry inside it takes precedence.
 ORDER = [
+    ["mends/rules/"],
     ["rules/"],
     ["__main__.py"],
     ["doctor.py"],
@@ -29,7 +30,7 @@ ORDER = [
     ["reporting.py"],
     ["plugin.py"],
     ["engine/dispatch/"],
-    ["engine/mends/"],
+    ["mends/"],
     ["engine/opaque/"],
     ["engine/traced/"],
     ["engine/joint/"],
@@ -55,6 +56,8 @@ ORDER = [
 ]
 # Modules that import the standard library alone, and what their functions may import besides, upwards too.
 STDLIB_ONLY = {"autoload.py": ["plugin.py", "compat.py"]}
+# The folders of rules, which use nothing that a user's could not.
+RULES = ("rules/", "mends/rules/")
 # The only modules that assign to attributes of torch or thunder.
 INSTALLERS = ["patch.py", "compat.py"]
 
@@ -115,7 +118,7 @@ class Module:
             yield from self.check_stdlib_only()
         else:
             yield from self.check_direction()
-        if self.path.startswith("rules/"):
+        if self.path.startswith(RULES):
             yield from self.check_rules()
         if self.path not in INSTALLERS:
             yield from self.check_assignments()

@@ -10,7 +10,7 @@ from thunder.dynamo import thunderfx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import hookkit
-from hookkit.rules import corrections
+from hookkit.mends.rules import corrections
 from hookkit.testing import assert_same
 
 RULES = [value for value in vars(corrections).values() if isinstance(value, hookkit.Rule)]

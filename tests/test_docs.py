@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import hookkit
-from hookkit import engine, errors
+from hookkit import engine, errors, mends
 
 ROOT = Path(__file__).parent.parent
 ROW = re.compile(r"^\| ((?:`[^`]+`(?: or )?)+) \|", re.MULTILINE)
@@ -61,8 +61,10 @@ def rows():
 
 
 def test_the_reference_has_each_file_of_rules():
-    named = re.findall(r"{shipped-rules} (\w+\.py)", (ROOT / "docs/reference/shipped_rules.md").read_text())
-    assert sorted(named) == sorted(p.name for p in (ROOT / "hookkit/rules").glob("[a-z]*.py"))
+    named = re.findall(r"{shipped-rules} (\S+\.py)", (ROOT / "docs/reference/shipped_rules.md").read_text())
+    assert sorted(named) == sorted(
+        p.relative_to(ROOT / "hookkit").as_posix() for p in (ROOT / "hookkit").glob("**/rules/[a-z]*.py")
+    )
 
 
 def test_the_api_has_every_public_name():
@@ -131,11 +133,15 @@ def test_the_layout_has_every_module():
     named = set(re.findall(r"`(?:hookkit/)?([\w/]+\.py)`", page))
     package = ROOT / "hookkit"
     there = {p.relative_to(package).as_posix() for p in package.rglob("*.py") if not p.name.startswith("_")}
-    assert {name for name in there if not name.startswith("rules/")} <= named | {f"engine/{name}" for name in named}
+    assert {name for name in there if "rules/" not in name} <= named | {f"engine/{name}" for name in named}
 
 
-WALKED = pkgutil.walk_packages(engine.__path__, "hookkit.engine.")
-MODULES = {found.name.rpartition(".")[2]: found.name for found in WALKED if not found.ispkg}
+MODULES = {
+    found.name.rpartition(".")[2]: found.name
+    for package in (engine, mends)
+    for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+    if not found.ispkg
+}
 NAMES = re.compile(r"`(\w+)\.(\w+(?:\.\w+)*)`")
 
 

@@ -209,12 +209,12 @@ def test_each_patch_notices_another_signature(changed):
 def test_a_module_of_the_engine_that_cannot_be_imported_is_named(monkeypatch):
     class Missing:
         def find_spec(self, name, path=None, target=None):
-            if name == "hookkit.engine.mends.dynamo":
+            if name == "hookkit.mends.dynamo":
                 raise ImportError("torch has moved")
             return None
 
     hookkit.disable()
-    monkeypatch.delitem(sys.modules, "hookkit.engine.mends.dynamo")
+    monkeypatch.delitem(sys.modules, "hookkit.mends.dynamo")
     monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
     plugin._warned.clear()
     with pytest.warns(hookkit.PluginWarning, match=r"mends\.dynamo cannot be imported .*torch has moved"):
@@ -229,7 +229,7 @@ def test_a_module_of_the_engine_that_cannot_be_imported_is_named(monkeypatch):
     assert x.grad.tolist() == [2, 2, 2, 2]
     hookkit.disable()
     monkeypatch.undo()
-    importlib.import_module("hookkit.engine.mends.dynamo")
+    importlib.import_module("hookkit.mends.dynamo")
     hookkit.enable()
 
 

@@ -1,4 +1,4 @@
-"""The directive ``shipped-rules``: the rules of a file of ``hookkit/rules/`` as a table, from their declarations."""
+"""The directive ``shipped-rules``: the rules of a file of hookkit as a table, from their declarations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.overrides import resolve_name
 import hookkit
 from hookkit.targets import PredicateTarget
 
-FOLDER = Path(inspect.getfile(hookkit)).parent / "rules"
+FOLDER = Path(inspect.getfile(hookkit)).parent
 
 
 class ShippedRules(SphinxDirective):
@@ -50,9 +50,8 @@ def names(rule: hookkit.Rule) -> list[str]:
 def name_of(target: Any) -> str:
     """A target as people write it."""
     name = resolve_name(getattr(target, "callable", None)) or str(target)
-    return (
-        re.sub(r"hookkit\.rules\.\w+\.", "", name).removesuffix(".__get__").replace("autograd.function.F", "autograd.F")
-    )
+    name = re.sub(r"hookkit\.(mends\.)?rules\.\w+\.", "", name)
+    return name.removesuffix(".__get__").replace("autograd.function.F", "autograd.F")
 
 
 def last_part(name: str) -> str:

@@ -25,10 +25,10 @@ from hookkit.engine.dispatch.tensor_methods import attribute_lookup, fallback_of
 from hookkit.engine.interpreter import cache_guards
 from hookkit.engine.interpreter.side_effects import note_called
 from hookkit.engine.joint import differentiation
-from hookkit.engine.mends import tensor_identity, wrong_answers
-from hookkit.engine.mends.iterators import iterator_lookaside
 from hookkit.engine.trace import gradflow, in_place_check, recomputation
 from hookkit.engine.trace.composite import export_leaks
+from hookkit.mends import tensor_identity, wrong_answers
+from hookkit.mends.iterators import iterator_lookaside
 from hookkit.patch import Patch, around, refuse_if_concerned
 from hookkit.registry import registry
 from hookkit.residuals import mark, recompute, save

@@ -20,8 +20,6 @@ from hookkit.engine.interpreter.attempt import Raised, add_note, raise_in_progra
 from hookkit.engine.interpreter.call_view import shows
 from hookkit.engine.interpreter.reasons import user_source
 from hookkit.engine.interpreter.side_effects import Generators, State, following
-from hookkit.engine.interpreter.threads import one_at_a_time
-from hookkit.engine.mends.buffers import current_buffers
 from hookkit.engine.opaque import opaque_calls
 from hookkit.engine.trace import gradflow
 from hookkit.engine.trace.in_place_check import OVERWRITTEN, Retrace
@@ -30,6 +28,8 @@ from hookkit.engine.traced.traced_call import Invocation, bind_call, trace_call
 from hookkit.engine.values.binding import Bound
 from hookkit.engine.values.wrapping import unwrap_arguments
 from hookkit.errors import HookError, UntraceableError
+from hookkit.mends.buffers import current_buffers
+from hookkit.mends.threads import one_at_a_time
 from hookkit.modes import ModeInForce, mode_in_force
 from hookkit.patch import Patch, around
 from hookkit.registry import registry

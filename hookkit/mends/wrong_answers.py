@@ -18,8 +18,8 @@ from thunder.core.dtypes import to_torch_dtype
 from thunder.core.interpreter import PseudoInst
 from thunder.core.proxies import NumberProxy, TensorProxy
 
-from hookkit.engine.mends import tensor_identity
 from hookkit.engine.opaque.opaque_calls import record_constant
+from hookkit.mends import tensor_identity
 from hookkit.patch import Patch, around, around_method
 
 __all__ = [
