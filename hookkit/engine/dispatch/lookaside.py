@@ -29,6 +29,7 @@ from hookkit.engine.trace import gradflow, in_place_check, recomputation
 from hookkit.engine.trace.composite import export_leaks
 from hookkit.mends import tensor_identity, wrong_answers
 from hookkit.mends.iterators import iterator_lookaside
+from hookkit.mends.partials import partial_lookaside
 from hookkit.patch import Patch, around, refuse_if_concerned
 from hookkit.registry import registry
 from hookkit.residuals import mark, recompute, save
@@ -113,7 +114,7 @@ def _lookaside(stock: Callable[..., Any]) -> Callable[..., Any]:
             return partial(_of_tensor, taken) if taken is not None else stock(fn, *args, **kwargs)
         callee = torch_callee(fn)
         found = lookaside_for(callee, None, args, kwargs, unsupported=missing_operations.lacking(fn, callee))
-        found = found or method_lookup(fn, args) or iterator_lookaside(fn, args)
+        found = found or method_lookup(fn, args) or iterator_lookaside(fn, args) or partial_lookaside(fn)
         if found is not None:
             return found
         found = missing_operations.or_opaque(fallback_of(fn) or stock(fn, *args, **kwargs), callee)

@@ -28,11 +28,12 @@ from hookkit import compat
 from hookkit.engine.interpreter.side_effects import Generators, State
 from hookkit.engine.pytorch.dynamo_graphs import as_function
 from hookkit.engine.pytorch.graph_run import autocast_regions
-from hookkit.engine.pytorch.provider_function import fill, provider_callee, split_tensors
+from hookkit.engine.pytorch.provider_function import provider_callee, split_tensors
 from hookkit.engine.trace import gradflow
 from hookkit.engine.trace.aliasing import Sharing, note_sharing
 from hookkit.engine.trace.composite import Composite, called, make_symbol, symbol_name
 from hookkit.engine.trace.recomputation import draws
+from hookkit.engine.values.captured import fill
 from hookkit.engine.values.wrapping import Slot, leaves, map_leaves
 
 __all__ = ["GeneratorStates", "Kept", "NotAgain", "Program", "may_draw", "record_generators"]

@@ -29,9 +29,10 @@ from hookkit.engine.interpreter.side_effects import Generators, State, WritesUnd
 from hookkit.engine.opaque.operator import Expected, OpaqueCall, same_structure
 from hookkit.engine.opaque.unseen_writes import Watched, Written, written_in_backward
 from hookkit.engine.pytorch.graph_run import EagerResult
-from hookkit.engine.pytorch.provider_function import fill, split_tensors
+from hookkit.engine.pytorch.provider_function import split_tensors
 from hookkit.engine.traced import replay
 from hookkit.engine.traced.traced_call import Invocation
+from hookkit.engine.values.captured import fill
 from hookkit.engine.values.wrapping import PLAIN, Slot, TensorMetadata, is_differentiable_dtype, leaves
 from hookkit.errors import HookError, MetaError
 from hookkit.returned import output_and_residuals
@@ -63,7 +64,8 @@ def find_metadata(
             expected.may_overwrite(slots)
         return expected
     known = _known.setdefault(get_jit_ctx().computation_trace, {})
-    key = (replay.key_of(invocation), invocation.itself)
+    given = [TensorMetadata.of_proxy(p) for p in slots if isinstance(p, TensorProxy)]
+    key = (replay.key_of(invocation), invocation.itself, tuple(given), operator.needs)
     if key in known and not known[key].state.changed():
         return known[key].expected
     reachable = State.reachable_from([invocation.call.function or invocation.call.callable, *invocation.call.args])

@@ -8,7 +8,7 @@ in :mod:`.probing`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,16 +30,20 @@ from hookkit.engine.opaque.metadata import find_metadata
 from hookkit.engine.opaque.operator import Expected, OpaqueCall
 from hookkit.engine.pytorch.graph_run import Autocast
 from hookkit.engine.pytorch.node_run import set_materialize_grads
-from hookkit.engine.pytorch.provider_function import fill, provider_callee
+from hookkit.engine.pytorch.provider_function import provider_callee
 from hookkit.engine.trace import gradflow
 from hookkit.engine.trace.composite import called, feed_undefined, make_symbol, symbol_name
 from hookkit.engine.trace.recomputation import is_recomputing, record_draws
 from hookkit.engine.traced.traced_call import Invocation
+from hookkit.engine.values.captured import Captured, Path, fill, held, paths, wrapped_at
 from hookkit.engine.values.wrapping import (
+    PLAIN,
     Slot,
     TensorMetadata,
+    is_container,
     leaves,
     map_leaves,
+    unwrap_arguments,
     wrap_result,
 )
 from hookkit.errors import MetaError, MetaWarning, OpaqueFallbackWarning, RegistrationError, UntraceableError, warn_at
@@ -225,14 +229,23 @@ def _operator(invocation: Invocation) -> tuple[OpaqueCall, list[Proxy]]:
     slots: list[Proxy] = []
     places: dict[str, Slot] = {}
 
+    def lifted(value: Any) -> Any:
+        """A value with the tensors that it leads to given to the operator, too."""
+        if isinstance(value, PLAIN):
+            return value
+        if not _lifts(invocation, value):
+            _refuse_hidden_proxies(invocation, value)
+            return value
+        found = {path: place(proxy) for path, proxy in _captured(invocation, value).items()}
+        return Captured(value, found) if found else value
+
     def place(value: Any) -> Any:
         if isinstance(value, dtypes.dtype):
             return dtypes.to_torch_dtype(value)
         if isinstance(value, Device):
             return to_torch_device(value)
         if not isinstance(value, Proxy):
-            _refuse_hidden_proxies(invocation, value)
-            return value
+            return lifted(value)
         if value.name not in places:
             places[value.name] = Slot(len(slots))
             slots.append(value)
@@ -262,6 +275,38 @@ def _operator(invocation: Invocation) -> tuple[OpaqueCall, list[Proxy]]:
         is_function=function is not None,
     )
     return operator, slots
+
+
+def _lifts(invocation: Invocation, value: Any) -> bool:
+    """Whether the tensors that an argument leads to are given to the operator.
+
+    In eager PyTorch a Function gives no gradient to them, and one that asks for the gradients of what it calls gives
+    them by itself; a rule's backward provider is asked by name for those of a module's parameters.
+    """
+    if invocation.call.function is not None:
+        return False
+    return not (isinstance(value, torch.nn.Module) and gets_gradients(invocation.rule, invocation.call))
+
+
+def _captured(invocation: Invocation, value: Any) -> dict[Path, Proxy]:
+    """The tensors that an argument of a call leads to, by the way that leads there."""
+    found = paths(value)
+    if not found:
+        return {}
+    wrapped = next(w for w in _wrapped_leaves(invocation) if w.value is value)
+    proxies, _ = unwrap_arguments(tuple(wrapped_at(path, wrapped) for path in found), {})
+    return dict(zip(found, proxies, strict=True))
+
+
+def _wrapped_leaves(invocation: Invocation) -> Iterator[Any]:
+    """The arguments of a call, and what containers among them hold, as interpreter values."""
+    pending = [*invocation.args, *invocation.kwargs.values()]
+    while pending:
+        wrapped = pending.pop()
+        if is_container(wrapped.value):
+            pending += [step.of_wrapped(wrapped) for step, _ in held(wrapped.value)]
+        else:
+            yield wrapped
 
 
 def _torch_dtype(dtype: Any) -> torch.dtype:

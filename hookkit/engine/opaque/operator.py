@@ -12,8 +12,9 @@ from thunder.core.proxies import TensorProxy
 from hookkit.engine.interpreter.attempt import add_note
 from hookkit.engine.opaque.fast_path import DirectCall, NodeState
 from hookkit.engine.pytorch.graph_run import Autocast, EagerResult, OpaqueState, run_eagerly
-from hookkit.engine.pytorch.provider_function import fill, split_tensors
+from hookkit.engine.pytorch.provider_function import split_tensors
 from hookkit.engine.trace.reachability import Reach, none_defined, note_undefined
+from hookkit.engine.values.captured import fill
 from hookkit.engine.values.wrapping import PLAIN, Slot, TensorMetadata
 from hookkit.errors import HookError, MetaError
 

@@ -18,7 +18,8 @@ import torch
 
 from hookkit import compat
 from hookkit.engine.pytorch import node_run
-from hookkit.engine.pytorch.provider_function import fill, no_inputs_kept
+from hookkit.engine.pytorch.provider_function import no_inputs_kept
+from hookkit.engine.values.captured import fill
 from hookkit.engine.values.wrapping import TensorMetadata, leaves, map_leaves
 
 __all__ = [
@@ -176,10 +177,11 @@ class EagerState(OpaqueState):
         keep = compat.graph_is_kept()
         self.sink.clear()
         if self.leaves:
-            inputs = list(self.leaves.values())
+            first = {id(leaf): index for index, leaf in reversed(self.leaves.items())}  # one may be given twice
+            inputs = [self.leaves[index] for index in first.values()]
             anchor = [self.anchor] if self.anchor is not None else []
             got = torch.autograd.grad(roots, [*inputs, *anchor], cotangents, retain_graph=keep, allow_unused=True)
-            found.update(zip(self.leaves, got, strict=False))
+            found.update(zip(first.values(), got, strict=False))
         else:
             torch.autograd.backward(roots, cotangents, retain_graph=keep)
         found.update(zip(self.entered, self.sink, strict=False))

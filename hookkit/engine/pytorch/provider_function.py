@@ -21,13 +21,14 @@ from hookkit.call import Call
 from hookkit.engine.interpreter.closed_over import OUTSIDE, Uses, gets_gradients, refuse_missing
 from hookkit.engine.interpreter.side_effects import Generators
 from hookkit.engine.values.binding import Bound
+from hookkit.engine.values.captured import fill
 from hookkit.engine.values.wrapping import Slot, broadcasts_to, leaves, map_leaves
 from hookkit.errors import GradientError, HookError
 from hookkit.residuals import Residuals
 from hookkit.returned import check_takes, output_and_residuals
 from hookkit.rule import Rule
 
-__all__ = ["fill", "no_inputs_kept", "parameters", "provider_callee", "refusing", "split_tensors"]
+__all__ = ["no_inputs_kept", "parameters", "provider_callee", "refusing", "split_tensors"]
 
 _keeps_inputs: ContextVar[bool] = ContextVar("hookkit_keeps_inputs", default=True)
 
@@ -255,11 +256,6 @@ def split_tensors(tree: Any) -> tuple[list[torch.Tensor], Any]:
         return Slot(len(tensors) - 1)
 
     return tensors, map_leaves(take, tree)
-
-
-def fill(tree: Any, values: Sequence[Any]) -> Any:
-    """A copy of a tree with values in the place of its slots; containers are new."""
-    return map_leaves(lambda v: values[v.index] if isinstance(v, Slot) else v, tree)
 
 
 @attrs.frozen

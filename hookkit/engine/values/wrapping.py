@@ -25,6 +25,7 @@ __all__ = [
     "Tag",
     "TensorMetadata",
     "broadcasts_to",
+    "is_container",
     "is_differentiable_dtype",
     "leaves",
     "map_leaves",

@@ -1,0 +1,241 @@
+"""Tensors that a callable leads to without being given them: in its closure, in a partial, in the object of a method.
+
+PyTorch lifts them to arguments of its higher-order operators, and an opaque call does the same with its own: it is
+given them beside its arguments, so that they have values when the program runs, and gradients. What lives here finds
+them, and makes a callable with others in their places. Nothing of the original is changed.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import attrs
+import torch
+from thunder.core.interpreter import ProvenanceRecord, PseudoInst, _interpret_call, wrap, wrap_const
+from thunder.core.proxies import TensorProxy
+from torch._subclasses.fake_tensor import FakeTensor
+
+from hookkit.engine.values.wrapping import Slot, map_leaves
+
+__all__ = ["Captured", "Path", "fill", "held", "paths", "wrapped_at"]
+
+# Packages whose functions use no tensors of a program's but those that they are given or close over.
+_FOREIGN = ("torch", "thunder", "numpy", "hookkit", "builtins", "typing", "functools", "math", "collections")
+# What a graph module keeps of its making.
+_OF_GRAPHS = ("torch.fx", "torch._dynamo", "torch._subclasses", "torch._ops")
+
+
+@attrs.frozen
+class Step:
+    """A step from an object to one that it holds.
+
+    Attributes:
+        kind: ``"cell"`` of a closure, by its place; ``"global"`` of a function; ``"attribute"``; ``"item"``.
+        key: which.
+    """
+
+    kind: str
+    key: Any
+
+    def of(self, holder: Any) -> Any:
+        """What is there."""
+        if self.kind == "cell":
+            return holder.__closure__[self.key].cell_contents
+        if self.kind == "global":
+            return holder.__globals__[self.key]
+        if self.kind == "attribute":
+            own = getattr(holder, "__dict__", {})
+            return own[self.key] if self.key in own else getattr(holder, self.key)
+        return holder[self.key]
+
+    def of_wrapped(self, holder: Any) -> Any:
+        """What is there, in an interpreter value that knows where it comes from."""
+        if self.kind == "cell":
+            closure = _interpret_call(getattr, holder, wrap_const("__closure__"))
+            cell = _interpret_call(_item, closure, wrap_const(self.key))
+            return _interpret_call(getattr, cell, wrap_const("cell_contents"))
+        if self.kind == "global":
+            names = _interpret_call(getattr, holder, wrap_const("__globals__"))
+            return _interpret_call(_item, names, wrap_const(self.key))
+        if self.kind == "attribute" and isinstance(holder.value, functools.partial):  # C code, which is not interpreted
+            steps = [holder.provenance, wrap_const(self.key).provenance]
+            return wrap(getattr(holder.value, self.key), provenance=ProvenanceRecord(PseudoInst.LOAD_ATTR, steps))
+        if self.kind == "attribute":
+            return _interpret_call(getattr, holder, wrap_const(self.key))
+        return _interpret_call(_item, holder, wrap_const(self.key))
+
+
+def _item(holder: Any, key: Any) -> Any:
+    return holder[key]
+
+
+Path = tuple[Step, ...]
+
+
+def paths(value: Any) -> list[Path]:
+    """The ways from a callable, or from an object that one may be in, to each tensor that it leads to."""
+    return _paths(value, {}, set())
+
+
+def wrapped_at(path: Path, wrapped: Any) -> Any:
+    """The tensor at the end of a path, as an interpreter value."""
+    return functools.reduce(lambda holder, step: step.of_wrapped(holder), path, wrapped)
+
+
+def _paths(value: Any, known: dict[int, list[Path]], open_: set[int]) -> list[Path]:
+    if isinstance(value, torch.Tensor | TensorProxy):
+        return [] if isinstance(value, FakeTensor) else [()]
+    if id(value) in known:
+        return known[id(value)]
+    if id(value) in open_:  # it leads to itself
+        return []
+    open_.add(id(value))
+    found = [(step, *rest) for step, part in held(value) for rest in _paths(part, known, open_)]
+    open_.discard(id(value))
+    known[id(value)] = found
+    return found
+
+
+def held(value: Any) -> Iterator[tuple[Step, Any]]:
+    """What an object holds that may be, or lead to, a tensor."""
+    if isinstance(value, types.FunctionType):
+        yield from _held_by_function(value)
+    elif isinstance(value, types.MethodType):
+        yield Step("attribute", "__self__"), value.__self__
+        yield Step("attribute", "__func__"), value.__func__
+    elif isinstance(value, functools.partial):
+        for name in ("func", "args", "keywords"):
+            yield Step("attribute", name), getattr(value, name)
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            yield Step("item", i), item
+    elif isinstance(value, dict):
+        for key, item in list(value.items()):
+            yield Step("item", key), item
+    elif _is_looked_into(value):
+        for name, item in list(value.__dict__.items()):
+            yield Step("attribute", name), item
+
+
+def _held_by_function(function: types.FunctionType) -> Iterator[tuple[Step, Any]]:
+    for i, cell in enumerate(function.__closure__ or ()):
+        try:
+            yield Step("cell", i), cell.cell_contents
+        except ValueError:  # it is empty
+            continue
+    for name in ("__defaults__", "__kwdefaults__"):
+        if getattr(function, name):
+            yield Step("attribute", name), getattr(function, name)
+    if str(function.__module__).partition(".")[0] not in _FOREIGN:
+        for name in sorted(names_in(function.__code__)):
+            if name in function.__globals__:
+                yield Step("global", name), function.__globals__[name]
+
+
+def names_in(code: types.CodeType) -> set[str]:
+    """The names of globals, and of attributes, that code uses, functions in it included."""
+    inner = [names_in(c) for c in code.co_consts if isinstance(c, types.CodeType)]
+    return set(code.co_names).union(*inner)
+
+
+def _is_looked_into(value: Any) -> bool:
+    if isinstance(value, type | types.ModuleType) or type(getattr(value, "__dict__", None)) is not dict:
+        return False
+    if isinstance(value, torch.nn.Module):
+        return True
+    module = str(type(value).__module__)
+    if module.startswith("torch.nn."):
+        return True
+    return module.partition(".")[0] not in _FOREIGN and not module.startswith(_OF_GRAPHS)
+
+
+@attrs.frozen(eq=False)
+class Captured:
+    """A callable, or an object that holds one, and the tensors that it leads to, which it is to have others for.
+
+    Attributes:
+        value: the callable.
+        places: for each path to a tensor the slot of the value that is to be there.
+    """
+
+    value: Any
+    places: dict[Path, Slot]
+
+    def filled(self, values: Sequence[Any]) -> Any:
+        """The callable with values in the places of its slots; itself if that is what it has there."""
+        return _rebuilt(self.value, self.places, values)
+
+
+def _rebuilt(value: Any, places: dict[Path, Slot], values: Sequence[Any]) -> Any:
+    if () in places:
+        return values[places[()].index]
+    below: dict[Step, dict[Path, Slot]] = {}
+    for path, slot in places.items():
+        below.setdefault(path[0], {})[path[1:]] = slot
+    changed = {}
+    for step, rest in below.items():
+        present = step.of(value)
+        new = _rebuilt(present, rest, values)
+        if new is not present:
+            changed[step] = new
+    return _with_parts(value, changed) if changed else value
+
+
+def _with_parts(value: Any, parts: dict[Step, Any]) -> Any:
+    """A copy of an object that holds other things."""
+    by_name = {step.key: new for step, new in parts.items()}
+    if isinstance(value, types.FunctionType):
+        return _function_with_parts(value, parts)
+    if isinstance(value, types.MethodType):
+        return types.MethodType(by_name.get("__func__", value.__func__), by_name.get("__self__", value.__self__))
+    if isinstance(value, functools.partial):
+        function, args = by_name.get("func", value.func), by_name.get("args", value.args)
+        return type(value)(function, *args, **by_name.get("keywords", value.keywords))
+    if isinstance(value, dict):
+        new = copy.copy(value)
+        new.update(by_name)
+        return new
+    if isinstance(value, list | tuple):
+        items = [by_name.get(i, item) for i, item in enumerate(value)]
+        return value._make(items) if hasattr(value, "_make") else type(value)(items)
+    result = object.__new__(type(value))
+    result.__dict__.update(value.__dict__)
+    result.__dict__.update(by_name)
+    return result
+
+
+def _function_with_parts(function: types.FunctionType, parts: dict[Step, Any]) -> types.FunctionType:
+    cells = list(function.__closure__ or ())
+    names = {step.key: new for step, new in parts.items() if step.kind == "global"}
+    result = types.FunctionType(
+        function.__code__,
+        {**function.__globals__, **names} if names else function.__globals__,
+        function.__name__,
+        parts.get(Step("attribute", "__defaults__"), function.__defaults__),
+        tuple(types.CellType() for _ in cells),
+    )
+    result.__kwdefaults__ = parts.get(Step("attribute", "__kwdefaults__"), function.__kwdefaults__)
+    result.__dict__.update(function.__dict__)
+    result.__qualname__, result.__module__ = function.__qualname__, function.__module__
+    for i, (old, new) in enumerate(zip(cells, result.__closure__ or (), strict=True)):
+        try:
+            content = parts.get(Step("cell", i), old.cell_contents)
+        except ValueError:
+            continue
+        new.cell_contents = result if content is function else content
+    return result
+
+
+def fill(tree: Any, values: Sequence[Any]) -> Any:
+    """A copy of a tree with values in the place of its slots; containers are new."""
+
+    def filled(leaf: Any) -> Any:
+        if isinstance(leaf, Slot):
+            return values[leaf.index]
+        return leaf.filled(values) if isinstance(leaf, Captured) else leaf
+
+    return map_leaves(filled, tree)
