@@ -27,6 +27,7 @@ extensions = [
     "printed",
     "public_names",
     "shipped_rules",
+    "stacked_tables",
 ]
 exclude_patterns = ["_build"]
 
@@ -50,7 +51,7 @@ nitpick_ignore_regex = [
     (r"py:.*", r"(torch|thunder)(\..*)?"),
     (r"py:.*", r"collections\.abc\..*"),
     (r"py:.*", r"(typing\.)?(Any|Literal|TypeVar)"),
-    (r"py:class", r"~[PR]"),  # type variables
+    (r"py:class", r"~?[PR]"),  # type variables
     (r"py:class", r"None|bool|int|str|tuple|dict|type|RuntimeError|UserWarning"),
 ]
 

@@ -29,7 +29,7 @@ def outcomes(jitted):
     """What became of the calls of each operator: ``{"five": ["traced"], ...}``; what runs inside one left out."""
     found = {}
     for call in hookkit.report(jitted).calls:
-        if call.rule != "operations" or call.depth == 0:
+        if call.rule != "unsupported_operations" or call.depth == 0:
             found.setdefault(call.name.removesuffix(".default"), []).append(call.outcome)
     return found
 

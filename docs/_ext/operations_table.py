@@ -6,6 +6,7 @@ Both read ``docs/operations.json``, which ``scripts/sweep_operations.py`` writes
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -48,14 +49,30 @@ def counts(operators: dict[str, Any]) -> list[str]:
 
 
 def exceptions(operators: dict[str, Any]) -> list[str]:
-    """The table of what is not right with hookkit, in Markdown."""
-    lines = ["| operator | form | state | reason |", "|---|---|---|---|"]
+    """What is not right with hookkit, as a list in Markdown: why, and which operators, with their forms."""
+    found: dict[tuple[str, str], dict[str, list[str]]] = {}
     for name, columns in sorted(operators.items()):
         for form, judged in columns["hookkit"].items():
             if judged != "right":
-                reason = judged[1].replace("|", "\\|").replace("<operation>:", "line ")
-                lines.append(f"| `{name}` | {form} | {judged[0]} | {reason} |")
+                found.setdefault((judged[0], reason(judged[1])), {}).setdefault(name, []).append(form)
+    lines = []
+    for (state, why), names in sorted(found.items(), key=lambda item: (STATES.index(item[0][0]), -len(item[1]))):
+        listed = [named(name, forms, operators[name]["hookkit"]) for name, forms in names.items()]
+        lines.append(f"- **{state}**, {why}: {', '.join(listed)}")
     return lines
+
+
+def reason(message: str) -> str:
+    """Why, without the operator's name and where it is called."""
+    if "depends on the values of tensors" in message:
+        return "what it returns depends on the values of tensors"
+    text = re.sub(r"^\w+: \w+(\(\))? at \S+:\d+ ", "", message).replace("|", "\\|")
+    return re.split(r"(?<=[\w)]); |(?<=[\w)])\. (?=[A-Z])", text)[0]
+
+
+def named(name: str, forms: list[str], judged: dict[str, Any]) -> str:
+    """An operator, and in which forms if not in all."""
+    return f"`{name}`" if len(forms) == len(judged) else f"`{name}` ({', '.join(forms)})"
 
 
 def shown(directive: SphinxDirective, lines: list[str]) -> list[nodes.Node]:

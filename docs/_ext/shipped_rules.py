@@ -1,4 +1,7 @@
-"""The directive ``shipped-rules``: the rules of a file of hookkit as a table, from their declarations."""
+"""The directive ``shipped-rules``: the rules of a file of hookkit, each with what it does and takes.
+
+Made from the declarations: what a rule does is what the docstrings of its providers and conditions say.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from docutils import nodes
-from docutils.statemachine import StringList
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 from torch.overrides import resolve_name
@@ -18,6 +20,12 @@ import hookkit
 from hookkit.targets import PredicateTarget
 
 FOLDER = Path(inspect.getfile(hookkit)).parent
+MODES = {
+    "auto": "traced where it can be",
+    "trace": "traced",
+    "opaque": "run by PyTorch",
+    "inline": "traced as part of the program",
+}
 
 
 class ShippedRules(SphinxDirective):
@@ -28,21 +36,32 @@ class ShippedRules(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         path = FOLDER / self.arguments[0]
         self.env.note_dependency(str(path))
-        lines = ["| rule | mode, priority | takes | what it does |", "|---|---|---|---|"]
-        for rule in hookkit.rules():
-            if Path(rule.declared_at.file) == path:
-                takes = ", ".join(f"`{name}`" for name in names(rule))
-                lines.append(f"| `{rule.name}` | {rule.mode}, {rule.priority} | {takes} | {description(rule)} |")
-        if len(lines) == 2:
+        found = [self.item(rule) for rule in hookkit.rules() if Path(rule.declared_at.file) == path]
+        if not found:
             raise self.error(f"no rule is declared in {path}")
-        container = nodes.container()
-        self.state.nested_parse(StringList(lines, path.name), 0, container)
-        return container.children
+        return [nodes.definition_list("", *found, classes=["rules"])]
+
+    def item(self, rule: hookkit.Rule) -> nodes.Node:
+        """A rule: its name, how it works, what it does and what it takes."""
+        name = nodes.literal(rule.name, rule.name)
+        how = nodes.inline("", f" {MODES[rule.mode]}, priority {rule.priority}".replace("-", "\N{MINUS SIGN}"))
+        how["classes"].append("how")
+        term = nodes.term("", "", name, how, ids=[f"rule-{nodes.make_id(rule.name)}"])
+        paragraphs = [self.paragraph(description(rule))]
+        takes = ", ".join(f"`{taken}`" for taken in names(rule))
+        if takes:
+            paragraphs.append(self.paragraph(f"Takes {takes}."))
+        return nodes.definition_list_item("", term, nodes.definition("", *paragraphs))
+
+    def paragraph(self, text: str) -> nodes.paragraph:
+        inlines, _ = self.parse_inline(text)
+        return nodes.paragraph("", "", *inlines)
 
 
 def names(rule: hookkit.Rule) -> list[str]:
-    """What a rule takes; of a function of torch that is also a method of tensors, the name alone."""
-    found = list(dict.fromkeys(map(name_of, rule.targets)))
+    """What a rule takes by name; of a function of torch that is also a method of tensors, the name alone."""
+    targets = [target for target in rule.targets if not isinstance(target, PredicateTarget)]
+    found = list(dict.fromkeys(map(name_of, targets)))
     both = {name for name in map(last_part, found) if {f"torch.{name}", f"torch.Tensor.{name}"} <= set(found)}
     return list(dict.fromkeys(last_part(name) if is_either(name, both) else name for name in found))
 
@@ -50,7 +69,6 @@ def names(rule: hookkit.Rule) -> list[str]:
 def name_of(target: Any) -> str:
     """A target as people write it."""
     name = resolve_name(getattr(target, "callable", None)) or str(target)
-    name = re.sub(r"hookkit\.(mends\.)?rules\.\w+\.", "", name)
     return name.removesuffix(".__get__").replace("autograd.function.F", "autograd.F")
 
 
@@ -66,12 +84,10 @@ def description(rule: hookkit.Rule) -> str:
     """What the docstrings of its provider, meta function, conditions and predicates say, a paragraph of each."""
     parts = list(paragraphs(rule.forward, rule._meta))
     if rule.mode == "opaque" and rule.forward is None:
-        parts.insert(0, "PyTorch runs it, and gives its gradient.")
+        parts.insert(0, "Has PyTorch run it and compute its gradient.")
     conditions = [rule._when, *(target.predicate for target in rule.targets if isinstance(target, PredicateTarget))]
-    parts += [
-        f"Only {text[0].lower()}{text[1:]}".replace("Only whether", "Only where") for text in paragraphs(*conditions)
-    ]
-    return " ".join(parts).replace("|", "\\|")
+    parts += [re.sub("^Whether", "Only where", text) for text in paragraphs(*conditions)]
+    return " ".join(parts)
 
 
 def paragraphs(*functions: Callable[..., Any] | None) -> Iterator[str]:

@@ -49,7 +49,7 @@ class Context:
 
 @hookkit.rule(Function, pass_call=True, track="positional", opaque_callee=True, priority=-100)
 def autograd_function(call: hookkit.Call, *args: Any) -> Any:
-    """Run the class's forward with a traced ctx."""
+    """Traces the class's ``forward`` and ``backward``; ``setup_context`` and ``vjp``, too, where it has them."""
     function: Any = call.function
     ctx = Context(call.needs)
     if function.setup_context is Function.setup_context:

@@ -28,7 +28,7 @@ KEYWORDS = {"args_tensor_mask", "dirty_idx", "non_differentiable_idx", "saved_fo
     priority=-100,
 )
 def autograd_function_apply(call: hookkit.Call, fwd: Any, bwd: Any, *args: Any, **keywords: Any) -> Any:
-    """Run fwd, in the form that the keywords say."""
+    """Traces ``fwd`` and ``bwd``, in the form that the keywords say."""
     old = takes_ctx(keywords)
     output, saved = fwd(None, *args) if old else fwd(*args)
     outputs = output if isinstance(output, (tuple, list)) else (output,)

@@ -32,7 +32,7 @@ def checkpoint_rule(
     preserve_rng_state: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """Recompute; or, with ``use_reentrant=True`` and no argument that requires grad, compute without a gradient."""
+    """Recomputes in the backward; computes without a gradient if it is reentrant and no argument requires grad."""
     if function is None:  # a decorator, from torch 2.14
 
         def decorate(decorated: Any) -> Any:
@@ -85,7 +85,7 @@ def checkpoint_rule(
 
 @hookkit.rule(of_torch("utils.checkpoint._checkpoint_impl"), mode="inline", priority=-100)
 def checkpointed(function: Any, args: Any, kwargs: Any, **options: Any) -> Any:
-    """Call a function that ``checkpoint`` has decorated (torch 2.14 and later)."""
+    """Calls a function that ``checkpoint`` has decorated (torch 2.14 and later)."""
     return checkpoint(function, *args, **options, **kwargs)
 
 
@@ -116,5 +116,5 @@ TAGS = ["torch.ops:higher_order.tag_activation_checkpoint", "thunder.torch:check
 
 @hookkit.rule(TAGS, mode="inline", priority=-100)
 def tag_activation_checkpoint(gmod: Any, *args: Any, **kwargs: Any) -> Any:
-    """Recompute what Dynamo has found to be checkpointed, in either form; it has looked at the options."""
+    """Recomputes what Dynamo has found to be checkpointed, in either form; it has looked at the options."""
     return hookkit.recompute(gmod, *args)

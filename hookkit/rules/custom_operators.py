@@ -29,7 +29,7 @@ def is_composite(call: hookkit.Call) -> bool:
 
 @hookkit.rule(hookkit.where(has_formula), pass_call=True, opaque_callee=True, priority=-150)
 def custom_operator(call: hookkit.Call, *inputs: Any, **keywords: Any) -> Any:
-    """Run the operator, and ``setup_context`` with a traced ctx."""
+    """Runs the operator, traces its ``setup_context``, and later the backward that ``register_autograd`` was given."""
     output = call.callable(*inputs, **keywords)
     ctx = Context(tuple([needs_gradient(i) for i in inputs]))
     setup_context: Any = call.operator.setup_context  # type: ignore[union-attr]
@@ -57,7 +57,7 @@ def _(call: hookkit.Call, saved: Any, *grads: Any) -> Any:
 
 @hookkit.rule(hookkit.where(is_composite), pass_call=True, opaque_callee=True, priority=-150)
 def composite_operator(call: hookkit.Call, *inputs: Any, **keywords: Any) -> Any:
-    """Run the function that is registered for the operator."""
+    """Traces the function that is registered for the operator."""
     composite: Any = call.operator.composite  # type: ignore[union-attr]
     return composite(*inputs, **keywords)
 

@@ -9,15 +9,17 @@ from __future__ import annotations
 import hookkit
 from hookkit.rules._names import of_torch
 
-__all__ = ["operations", "script_function"]
+__all__ = ["script_function", "unsupported_operations"]
 
 
 def is_unsupported(call: hookkit.Call) -> bool:
-    """Whether thunder would refuse the call."""
+    """Whether thunder has no such operation, or not in the form of the call."""
     return call.unsupported is not None
 
 
-operations = hookkit.rule(hookkit.where(is_unsupported), mode="opaque", priority=-200, name="operations")
+unsupported_operations = hookkit.rule(
+    hookkit.where(is_unsupported), mode="opaque", priority=-200, name="unsupported_operations"
+)
 
 
 def is_scripted(call: hookkit.Call) -> bool:

@@ -18,7 +18,7 @@ __all__ = [
     "grad",
     "grad_fn",
     "register_hook",
-    "reshaping",
+    "resizing",
     "retain_grad",
     "saved_tensors_hooks",
     "script_module",
@@ -37,7 +37,7 @@ FUNCTIONS = of_torch(
 
 @hookkit.rule(FUNCTIONS, mode="trace", pass_call=True, priority=-100)
 def autograd_inside(call: hookkit.Call, *args: Any, **kwargs: Any) -> NoReturn:
-    """Refuse to differentiate inside a traced program."""
+    """Refuses to differentiate inside a traced program."""
     raise hookkit.HookError(
         f"{call} is not supported inside a program compiled by thunder: there is no autograd graph while it is traced. "
         "Call it outside the compiled program, or inside a torch.autograd.Function, which then runs as one operator."
@@ -46,7 +46,7 @@ def autograd_inside(call: hookkit.Call, *args: Any, **kwargs: Any) -> NoReturn:
 
 @hookkit.rule(of_torch("Tensor.grad_fn.__get__"), mode="trace", pass_call=True, priority=-100)
 def grad_fn(call: hookkit.Call, *args: Any) -> NoReturn:
-    """Refuse to look at the autograd graph."""
+    """Refuses to look at the autograd graph."""
     raise hookkit.HookError(
         f"grad_fn of a tensor is not supported inside a program compiled by thunder (at {call.source}): there is no "
         "autograd graph while it is traced. Ask for requires_grad instead."
@@ -55,7 +55,7 @@ def grad_fn(call: hookkit.Call, *args: Any) -> NoReturn:
 
 @hookkit.rule(of_torch("Tensor.grad.__get__"), mode="trace", pass_call=True, priority=-100)
 def grad(call: hookkit.Call, *args: Any) -> NoReturn:
-    """Refuse to look at the gradient that a tensor has so far."""
+    """Refuses to read the gradient that a tensor has so far."""
     raise hookkit.HookError(
         f"grad of a tensor is not supported inside a program compiled by thunder (at {call.source}): what it is "
         "then is not known while the program is traced. Ask for it outside the compiled program, or inside a "
@@ -68,7 +68,7 @@ REGISTER_HOOK = of_torch("Tensor.register_hook", "Tensor.register_post_accumulat
 
 @hookkit.rule(REGISTER_HOOK, mode="trace", pass_call=True, priority=-100)
 def register_hook(call: hookkit.Call, self: Any, hook: Any) -> NoReturn:
-    """Refuse to have a function called with a gradient."""
+    """Refuses to have a function called with a gradient."""
     raise hookkit.HookError(
         f"{call} is not supported inside a program compiled by thunder: there is no autograd graph while it is traced. "
         "Register the hook outside the compiled program, on a tensor that it takes or returns; or change the gradient "
@@ -76,12 +76,12 @@ def register_hook(call: hookkit.Call, self: Any, hook: Any) -> NoReturn:
     )
 
 
-RESHAPING = of_torch("Tensor.resize_", "Tensor.resize_as_", "resize_as_", "Tensor.set_")
+RESIZING = of_torch("Tensor.resize_", "Tensor.resize_as_", "resize_as_", "Tensor.set_")
 
 
-@hookkit.rule(RESHAPING, mode="trace", pass_call=True, priority=-100)
-def reshaping(call: hookkit.Call, *args: Any, **kwargs: Any) -> NoReturn:
-    """Refuse to give a tensor another shape, or other memory."""
+@hookkit.rule(RESIZING, mode="trace", pass_call=True, priority=-100)
+def resizing(call: hookkit.Call, *args: Any, **kwargs: Any) -> NoReturn:
+    """Refuses to give a tensor another shape, or other memory."""
     raise hookkit.HookError(
         f"{call} is not supported inside a program compiled by thunder, where a tensor keeps its shape and its memory. "
         "Make a new tensor: x.reshape(...), x.new_empty(...) or torch.empty(...)."
@@ -90,7 +90,7 @@ def reshaping(call: hookkit.Call, *args: Any, **kwargs: Any) -> NoReturn:
 
 @hookkit.rule(both("detach_"), mode="trace", pass_call=True, priority=-100)
 def detach_(call: hookkit.Call, *args: Any) -> NoReturn:
-    """Refuse to take a variable's gradient away."""
+    """Refuses to cut a tensor off from its gradient in place."""
     raise hookkit.HookError(
         f"{call} is not supported inside a program compiled by thunder, which would go on to differentiate the tensor. "
         "Write x = x.detach()."
@@ -99,7 +99,7 @@ def detach_(call: hookkit.Call, *args: Any) -> NoReturn:
 
 @hookkit.rule(of_torch("Tensor.retain_grad"), mode="trace", pass_call=True, priority=-100)
 def retain_grad(call: hookkit.Call, tensor: torch.Tensor) -> NoReturn:
-    """Refuse to promise the gradient of a tensor that is made inside."""
+    """Refuses to promise the gradient of a tensor that is made inside."""
     raise hookkit.HookError(
         f"{call} is not supported inside a program compiled by thunder, whose tensors get no .grad. Return the tensor, "
         "and call retain_grad on what the compiled program returns."
@@ -108,7 +108,7 @@ def retain_grad(call: hookkit.Call, tensor: torch.Tensor) -> NoReturn:
 
 @hookkit.rule(of_torch("autograd.graph.saved_tensors_hooks.__enter__"), mode="trace", pass_call=True, priority=-100)
 def saved_tensors_hooks(call: hookkit.Call, self: Any) -> NoReturn:
-    """Refuse to have functions called with what is kept for the backward."""
+    """Refuses to have functions called with what is kept for the backward."""
     raise hookkit.HookError(
         f"{type(self).__name__} is not supported inside a program compiled by thunder (at {call.source}), "
         "which decides what is kept for the backward. Enter it outside the compiled program, or inside a "
@@ -129,7 +129,7 @@ def is_script_module(call: hookkit.Call) -> bool:
 
 @hookkit.rule(hookkit.where(is_script_module), mode="trace", pass_call=True, priority=-100)
 def script_module(call: hookkit.Call, *args: Any, **kwargs: Any) -> NoReturn:
-    """Refuse to run a module whose parameters cannot be seen."""
+    """Refuses to run a module whose parameters cannot be seen."""
     raise hookkit.HookError(
         f"{type(call.callable).__name__} of torch.jit is not supported inside a program compiled by thunder (at "
         f"{call.source}), which cannot look into it for its parameters. Use the module from which it was made, or call "

@@ -16,30 +16,30 @@ from hookkit.rules._names import both, of_torch
 
 __all__ = [
     "activations_in_place",
+    "bool_inputs",
+    "ceil_and_floor",
     "celu",
     "clamp",
-    "clamp_between",
     "clamp_to_tensors",
+    "clamp_zero_at_bounds",
     "cross_entropy",
     "differentiated_by_pytorch",
+    "div_with_rounding",
     "elu",
+    "empty_inputs",
     "glu",
     "instance_norm",
-    "largest",
+    "max_along_dim",
     "mish",
     "nll_loss",
-    "of_booleans",
-    "of_nothing",
     "relu",
-    "rounding",
-    "run_by_pytorch",
     "selu",
     "sigmoid",
     "softmax",
     "split",
-    "steps",
     "tanh",
-    "unbiased",
+    "unfold_and_take_along_dim",
+    "variance_of_all",
 ]
 
 PRIORITY = -100
@@ -50,16 +50,19 @@ F: Any = torch.nn.functional
 
 # thunder takes Tensor.unfold for torch.nn.functional.unfold, and take_along_dim does not count negative indices from
 # the end.
-run_by_pytorch = hookkit.rule(
-    [*of_torch("Tensor.unfold"), *both("take_along_dim")], mode="opaque", priority=PRIORITY, name="run_by_pytorch"
+unfold_and_take_along_dim = hookkit.rule(
+    [*of_torch("Tensor.unfold"), *both("take_along_dim")],
+    mode="opaque",
+    priority=PRIORITY,
+    name="unfold_and_take_along_dim",
 )
 
-of_booleans = hookkit.rule(both("masked_fill", "max"), mode="opaque", priority=PRIORITY + 1, name="of_booleans")
+bool_inputs = hookkit.rule(both("masked_fill", "max"), mode="opaque", priority=PRIORITY + 1, name="bool_inputs")
 
 
-@of_booleans.when
+@bool_inputs.when
 def _(input: Any, *args: Any, **kwargs: Any) -> bool:
-    """Which thunder makes integers of, or looks for the place of the largest of and fails."""
+    """Only of booleans: of what ``masked_fill`` returns thunder makes integers, and in ``max`` it fails."""
     return input.dtype is torch.bool
 
 
@@ -68,11 +71,11 @@ instance_norm = hookkit.rule(of_torch("nn.functional.instance_norm"), mode="opaq
 
 @instance_norm.when
 def _(input: Any, running_mean: Any = None, *args: Any, **kwargs: Any) -> bool:
-    """Where there are running statistics, which thunder does not update."""
+    """Only with running statistics, which thunder does not update."""
     return running_mean is not None
 
 
-of_nothing = hookkit.rule(
+empty_inputs = hookkit.rule(
     [
         *both("chunk", "split", "tensor_split"),
         *of_torch(*(f"nn.functional.{name}" for name in ("cross_entropy", "glu", "group_norm", "linear"))),
@@ -80,29 +83,29 @@ of_nothing = hookkit.rule(
     mode="opaque",
     pass_call=True,
     priority=PRIORITY + 1,
-    name="of_nothing",
+    name="empty_inputs",
 )
 
 
-@of_nothing.when
+@empty_inputs.when
 def _(call: hookkit.Call, *args: Any, **kwargs: Any) -> bool:
-    """Where there are no elements: under thunder no gradient, or no result, and in PyTorch an empty one."""
+    """Only of tensors without elements: PyTorch returns empty results and gradients, and thunder none, or fails."""
     return 0 in next(iter((*args, *kwargs.values()))).shape
 
 
 @hookkit.rule(both("split"), pass_call=True, priority=PRIORITY)
 def split(call: hookkit.Call, *args: Any, **kwargs: Any) -> Any:
-    """A tuple, where thunder returns a list."""
+    """Returns a tuple; thunder returns a list."""
     return tuple(call.callable(*args, **kwargs))
 
 
 @hookkit.rule(both("std", "var", "var_mean"), pass_call=True, priority=PRIORITY)
-def unbiased(call: hookkit.Call, input: Any, unbiased: bool) -> Any:
-    """A variance of all elements: ``torch.var(x, False)``, of which thunder takes the second argument for a dim."""
+def variance_of_all(call: hookkit.Call, input: Any, unbiased: bool) -> Any:
+    """Computes the variance of all elements in ``torch.var(x, False)``; thunder takes ``False`` for a dimension."""
     return call.callable(input, correction=int(unbiased))
 
 
-@unbiased.when
+@variance_of_all.when
 def _(call: hookkit.Call, *args: Any, **kwargs: Any) -> bool:
     return len(args) + len(kwargs) == 2 and isinstance([*args, *kwargs.values()][1], bool)
 
@@ -117,7 +120,7 @@ def nll_loss(
     reduce: Any = None,
     reduction: str = "mean",
 ) -> Any:
-    """With PyTorch's default of ``ignore_index``; thunder's is -1, and None to its backward."""
+    """Gives ``ignore_index`` PyTorch's default, -100; thunder's is -1 in the forward and None in the backward."""
     return F.nll_loss(input, target, weight, size_average, ignore_index, reduce, reduction)
 
 
@@ -126,7 +129,7 @@ cross_entropy = hookkit.rule(of_torch("nn.functional.cross_entropy"), mode="opaq
 
 @cross_entropy.when
 def _(call: hookkit.Call, *args: Any, **kwargs: Any) -> bool:
-    """A sum, or of one element, whose backward fails under thunder in every dtype but float64."""
+    """Only for a sum, or for one sample without a batch: their backward fails under thunder, except in float64."""
     given = [*args, *kwargs.values()]
     is_sum = any(isinstance(a, str) and a == "sum" for a in given)
     return any(call.needs) and (is_sum or given[0].ndim == 1)
@@ -134,7 +137,7 @@ def _(call: hookkit.Call, *args: Any, **kwargs: Any) -> bool:
 
 @hookkit.rule([*both("relu"), *of_torch("nn.functional.relu")], priority=PRIORITY)
 def relu(input: Any, inplace: bool = False) -> Any:
-    """NaN stays NaN; thunder makes it zero."""
+    """Leaves NaN as it is; thunder makes it zero."""
     return torch.where(input <= 0, 0, input)
 
 
@@ -159,19 +162,19 @@ differentiated_by_pytorch = hookkit.rule(
 
 @differentiated_by_pytorch.when
 def _(call: hookkit.Call, *args: Any, **kwargs: Any) -> bool:
-    """Where a gradient can be asked for; of powers only those of two tensors are wrong, and to the power of 0."""
+    """Only where a gradient can be asked for; of powers, those of two tensors and to the power of 0."""
     is_power = "pow" in call.name
     return any(call.needs) and (not is_power or all(hasattr(a, "shape") or a == 0 for a in args[1:]))
 
 
-rounding = hookkit.rule(
-    both("div", "divide", "div_", "divide_"), mode="opaque", pass_call=True, priority=PRIORITY, name="rounding"
+div_with_rounding = hookkit.rule(
+    both("div", "divide", "div_", "divide_"), mode="opaque", pass_call=True, priority=PRIORITY, name="div_with_rounding"
 )
 
 
-@rounding.when
+@div_with_rounding.when
 def _(call: hookkit.Call, *args: Any, **kwargs: Any) -> bool:
-    """Where there is a ``rounding_mode``: the gradient is zero, and not NaN where thunder divides by zero."""
+    """Only with a ``rounding_mode``: the gradient is zero; thunder's is NaN where it divides by zero."""
     return any(call.needs) and kwargs.get("rounding_mode") is not None
 
 
@@ -179,24 +182,24 @@ def _(call: hookkit.Call, *args: Any, **kwargs: Any) -> bool:
 
 
 @hookkit.rule(both("ceil", "floor"), pass_call=True, priority=PRIORITY)
-def steps(call: hookkit.Call, input: Any, *, out: None = None) -> Any:
-    """A step function, whose gradient is zero and not None."""
+def ceil_and_floor(call: hookkit.Call, input: Any, *, out: None = None) -> Any:
+    """Has a gradient of zeros; under thunder it is None."""
     return call.callable(input), hookkit.save()
 
 
-@steps.when
+@ceil_and_floor.when
 def _(call: hookkit.Call, *args: Any, out: Any = None, **kwargs: Any) -> bool:
     return out is None
 
 
-@steps.backward
+@ceil_and_floor.backward
 def _(call: hookkit.Call, saved: Any, gradient: Any) -> Any:
     return {"input": torch.zeros_like(gradient)}
 
 
 @hookkit.rule([*both("sigmoid"), *of_torch("nn.functional.sigmoid", "special.expit")], priority=PRIORITY)
 def sigmoid(input: Any, *, out: None = None) -> Any:
-    """With a gradient of zero, not NaN, where exp(-input) overflows (below -88 in float32)."""
+    """Has a gradient of zero where ``exp(-input)`` overflows, below -88 in float32; thunder's is NaN."""
     output = torch.sigmoid(input)
     return output, hookkit.save(output=output)
 
@@ -221,7 +224,7 @@ def is_short(dtype: Any) -> bool:
 
 @hookkit.rule([*both("tanh"), *of_torch("nn.functional.tanh")], priority=PRIORITY)
 def tanh(input: Any, *, out: None = None) -> Any:
-    """With a gradient that is computed in float32."""
+    """Computes its gradient in float32, for inputs in half precision; thunder rounds after each operation."""
     output = torch.tanh(input)
     return output, hookkit.save(output=output)
 
@@ -239,7 +242,7 @@ def _(input: Any, *, out: Any = None) -> bool:
 
 @hookkit.rule([*both("softmax"), *of_torch("nn.functional.softmax")], pass_call=True, priority=PRIORITY)
 def softmax(call: hookkit.Call, input: Any, dim: Any = None, *args: Any, **options: Any) -> Any:
-    """With a gradient that is computed in float32."""
+    """Computes its gradient in float32, for inputs in half precision; thunder rounds after each operation."""
     output = call.callable(input, dim)
     return output, hookkit.save(output=output, dim=dim)
 
@@ -259,7 +262,7 @@ def _(call: hookkit.Call, input: Any, dim: Any = None, *args: Any, dtype: Any = 
 
 @hookkit.rule(of_torch("nn.functional.glu"), priority=PRIORITY)
 def glu(input: Any, dim: int = -1) -> Any:
-    """By the sigmoid above."""
+    """Uses the sigmoid above, whose gradient has no NaN."""
     first, second = torch.chunk(input, 2, dim)
     return first * torch.sigmoid(second)
 
@@ -272,25 +275,25 @@ def _elu(input: Any, alpha: float, scale: float, input_scale: float) -> Any:
 
 @hookkit.rule(of_torch("nn.functional.elu"), priority=PRIORITY)
 def elu(input: Any, alpha: float = 1.0, inplace: bool = False) -> Any:
-    """With a gradient of one, not NaN, where exp(input) overflows."""
+    """Has a gradient of one where ``exp(input)`` overflows; thunder's is NaN."""
     return _elu(input, alpha, 1.0, 1.0)
 
 
 @hookkit.rule([*both("celu"), *of_torch("nn.functional.celu")], priority=PRIORITY)
 def celu(input: Any, alpha: float = 1.0, inplace: bool = False) -> Any:
-    """As elu."""
+    """Has the gradient of ``elu`` above, without NaN for large inputs."""
     return _elu(input, alpha, 1.0, 1 / alpha)
 
 
 @hookkit.rule([*both("selu"), *of_torch("nn.functional.selu")], priority=PRIORITY)
 def selu(input: Any, inplace: bool = False) -> Any:
-    """As elu."""
+    """Has the gradient of ``elu`` above, without NaN for large inputs."""
     return _elu(input, 1.6732632423543772848170429916717, 1.0507009873554804934193349852946, 1.0)
 
 
 @hookkit.rule(of_torch("nn.functional.mish"), priority=PRIORITY)
 def mish(input: Any, inplace: bool = False) -> Any:
-    """With a gradient of one, not NaN, where exp(input) overflows."""
+    """Has a gradient of one where ``exp(input)`` overflows; thunder's is NaN."""
     return input * torch.tanh(F.softplus(input))
 
 
@@ -299,7 +302,7 @@ CLAMPS = both("clamp", "clamp_max", "clamp_min", "clip")
 
 @hookkit.rule(CLAMPS, pass_call=True, priority=PRIORITY)
 def clamp(call: hookkit.Call, input: Any, *args: Any, **kwargs: Any) -> Any:
-    """With the gradient of the input at a bound, where thunder's is zero."""
+    """Passes the gradient on at a bound, where the installed PyTorch does; thunder's is zero there."""
     output = call.callable(input, *args, **kwargs)
     return output, hookkit.save(inside=output == input)
 
@@ -315,8 +318,8 @@ def _(call: hookkit.Call, input: Any, *args: Any, **kwargs: Any) -> bool:
 
 
 @hookkit.rule(CLAMPS, pass_call=True, priority=PRIORITY + 1)
-def clamp_between(call: hookkit.Call, input: Any, *args: Any, **kwargs: Any) -> Any:
-    """As newer PyTorch has it: without the gradient of the input at a bound, nor where it is NaN, as thunder has."""
+def clamp_zero_at_bounds(call: hookkit.Call, input: Any, *args: Any, **kwargs: Any) -> Any:
+    """Has a gradient of zero at a bound and for NaN, where the installed PyTorch does; thunder passes it on for NaN."""
     output = call.callable(input, *args, **kwargs)
     inside = output == input
     for bound in (*args, *kwargs.values()):
@@ -325,12 +328,12 @@ def clamp_between(call: hookkit.Call, input: Any, *args: Any, **kwargs: Any) -> 
     return output, hookkit.save(inside=inside)
 
 
-@clamp_between.backward
+@clamp_zero_at_bounds.backward
 def _(call: hookkit.Call, saved: Any, gradient: Any) -> Any:
     return {"input": torch.where(saved.inside, gradient, 0)}
 
 
-@clamp_between.when
+@clamp_zero_at_bounds.when
 def _(call: hookkit.Call, input: Any, *args: Any, **kwargs: Any) -> bool:
     return between_numbers(call, input, *args, **kwargs) and not compat.clamp_has_gradient_at_bounds()
 
@@ -346,18 +349,18 @@ clamp_to_tensors = hookkit.rule(CLAMPS, mode="opaque", pass_call=True, priority=
 
 @clamp_to_tensors.when
 def _(call: hookkit.Call, *args: Any, **kwargs: Any) -> bool:
-    """Where the bounds are others, and a gradient can be asked for."""
+    """Only with bounds that are tensors, or out of order, where a gradient can be asked for."""
     return any(call.needs) and not between_numbers(call, *args, **kwargs)
 
 
 @hookkit.rule(both("max"), pass_call=True, priority=PRIORITY)
-def largest(call: hookkit.Call, input: Any, dim: int, keepdim: bool = False, *, out: None = None) -> Any:
-    """With the whole gradient for the element whose index is returned; thunder shares it among ties."""
+def max_along_dim(call: hookkit.Call, input: Any, dim: int, keepdim: bool = False, *, out: None = None) -> Any:
+    """Gives the whole gradient to the element whose index is returned; thunder shares it among ties."""
     returned = call.callable(input, dim, keepdim)
     return returned, hookkit.save(indices=returned[1], dim=dim, keepdim=keepdim, shape=input.shape)
 
 
-@largest.backward
+@max_along_dim.backward
 def _(call: hookkit.Call, saved: Any, gradients: Any) -> Any:
     gradient, indices = gradients[0], saved.indices
     if not saved.keepdim:
@@ -366,7 +369,7 @@ def _(call: hookkit.Call, saved: Any, gradients: Any) -> Any:
     return {"input": zeros.scatter(saved.dim, indices, gradient)}
 
 
-@largest.when
+@max_along_dim.when
 def _(call: hookkit.Call, input: Any, *args: Any, out: Any = None, **kwargs: Any) -> bool:
     dim = args[0] if args else kwargs.get("dim")
     return out is None and isinstance(dim, int) and input.ndim > 0
@@ -391,5 +394,5 @@ activations_in_place = hookkit.rule(
 
 @activations_in_place.when
 def _(call: hookkit.Call, *args: Any, **kwargs: Any) -> bool:
-    """Where a gradient can be asked for."""
+    """Only in place, where a gradient can be asked for."""
     return any(call.needs)

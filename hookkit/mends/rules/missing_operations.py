@@ -15,19 +15,19 @@ import hookkit
 from hookkit.rules._names import of_torch
 
 __all__ = [
-    "assignment",
+    "builtin_max",
+    "builtin_min",
     "combinations",
     "ctc_loss",
     "linalg_lstsq",
-    "maximum",
-    "minimum",
+    "masked_assignment",
     "requires_grad_",
 ]
 
 
 @hookkit.rule(of_torch("Tensor.requires_grad_"), mode="trace", priority=-100)
 def requires_grad_(tensor: Any, requires_grad: bool = True) -> Any:
-    """The tensor, if a compiled program can see to it that it requires grad."""
+    """Returns the tensor, if a compiled program can see to it that it requires grad."""
     tensor.requires_grad = requires_grad
     return tensor
 
@@ -37,7 +37,7 @@ def requires_grad_(tensor: Any, requires_grad: bool = True) -> Any:
 
 @hookkit.rule(of_torch("combinations"), priority=-100)
 def combinations(input: Any, r: int = 2, with_replacement: bool = False) -> Any:
-    """The combinations of r elements, in PyTorch's order."""
+    """Finds the combinations of r elements, in PyTorch's order."""
     choose = itertools.combinations_with_replacement if with_replacement else itertools.combinations
     places = torch.tensor(list(choose(range(input.shape[0]), r)), dtype=torch.int64, device=input.device)
     return input[places.reshape(-1, r)]
@@ -66,7 +66,7 @@ linalg_lstsq = hookkit.rule(of_torch("linalg.lstsq"), mode="opaque", priority=-1
 
 @linalg_lstsq.meta
 def _(A: Any, B: Any, rcond: Any = None, *, driver: str | None = None) -> Any:
-    """Of a matrix of full rank; what has another rank is refused when the program runs."""
+    """Only of matrices of full rank: another rank is refused when the program runs."""
     *batch, m, n = A.shape
     is_vector = B.ndim == 1 or (B.ndim == A.ndim - 1 and B.shape == A.shape[:-1])
     columns = [] if is_vector else [B.shape[-1]]
@@ -85,8 +85,8 @@ def fills_by_mask(tensor: Any, key: Any, value: Any) -> bool:
     return any(getattr(k, "dtype", None) is torch.bool for k in keys) and hasattr(value, "dtype")
 
 
-assignment = hookkit.rule(of_torch("Tensor.__setitem__"), mode="opaque", priority=-100)
-assignment.when(fills_by_mask)
+masked_assignment = hookkit.rule(of_torch("Tensor.__setitem__"), mode="opaque", priority=-100, name="masked_assignment")
+masked_assignment.when(fills_by_mask)
 
 
 def are_scalars(*values: Any, **options: Any) -> bool:
@@ -100,20 +100,20 @@ def are_scalars(*values: Any, **options: Any) -> bool:
 
 
 @hookkit.rule(builtins.max, priority=-100)
-def maximum(first: Any, *others: Any, **options: Any) -> Any:
-    """The first of the largest, as Python finds it: by comparing, with what that means for NaN and ties."""
+def builtin_max(first: Any, *others: Any, **options: Any) -> Any:
+    """Finds the first of the largest as Python does, by comparing, with what that means for NaN and ties."""
     for other in others:
         first = torch.where(other > first, other, first)
     return first
 
 
 @hookkit.rule(builtins.min, priority=-100)
-def minimum(first: Any, *others: Any, **options: Any) -> Any:
-    """The first of the smallest, as Python finds it."""
+def builtin_min(first: Any, *others: Any, **options: Any) -> Any:
+    """Finds the first of the smallest as Python does."""
     for other in others:
         first = torch.where(other < first, other, first)
     return first
 
 
-maximum.when(are_scalars)
-minimum.when(are_scalars)
+builtin_max.when(are_scalars)
+builtin_min.when(are_scalars)
