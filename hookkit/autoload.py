@@ -23,6 +23,10 @@ def install() -> None:
     """Put the import hook in place: what torch calls at the end of ``import torch``.
 
     Does nothing if the environment variable ``HOOKKIT_AUTOLOAD`` is 0. Never raises: a fault becomes a warning.
+
+    Example:
+        >>> from hookkit import autoload
+        >>> autoload.install()
     """
     try:
         if os.environ.get("HOOKKIT_AUTOLOAD") != "0":
@@ -47,6 +51,15 @@ def enable() -> None:
     """Use hookkit's rules in every later compilation: from now on, or from when the program imports thunder.
 
     ``import hookkit`` does this by itself; the function undoes `disable`.
+
+    Warns:
+        PluginWarning: where a part of hookkit does not fit the installed torch or thunder, and is left out.
+
+    Example:
+        >>> import hookkit
+        >>> hookkit.enable()
+        >>> hookkit.is_enabled()
+        True
     """
     _hook.wanted = True
     _enable_when_imported()
@@ -57,6 +70,13 @@ def disable() -> None:
 
     Before thunder is imported this means that its import does not enable the rules. thunder can be imported all the
     same on a torch that it does not support by itself.
+
+    Example:
+        >>> import hookkit
+        >>> hookkit.disable()
+        >>> hookkit.is_enabled()
+        False
+        >>> hookkit.enable()
     """
     _hook.wanted = False
     if "hookkit.plugin" in sys.modules:
@@ -64,7 +84,16 @@ def disable() -> None:
 
 
 def is_enabled() -> bool:
-    """Tell whether hookkit's rules are in force, or will be when the program imports thunder."""
+    """Tell whether hookkit's rules are in force, or will be when the program imports thunder.
+
+    Returns:
+        Whether they are.
+
+    Example:
+        >>> import hookkit
+        >>> hookkit.is_enabled()
+        True
+    """
     if "hookkit.plugin" in sys.modules:
         return bool(_plugin().is_enabled())
     return _hook.wanted

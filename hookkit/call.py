@@ -18,7 +18,17 @@ Show = Callable[[Any], Any]
 
 @attrs.frozen
 class Source:
-    """A place in a user's program."""
+    """A place in a user's program.
+
+    Attributes:
+        file: the path of the file, or what stands for one: a cell of a notebook.
+        line: the line, counted from 1.
+
+    Example:
+        >>> import hookkit
+        >>> str(hookkit.Source("train.py", 12))
+        'train.py:12'
+    """
 
     file: str
     line: int
@@ -45,6 +55,18 @@ class Call:
         source: where in the user's program the call stands, or None if that is not known.
         unsupported: why thunder cannot do the call itself, where an operation of torch is called that it lacks, or
             lacks in this form; None for every other call.
+
+    Example:
+        >>> import hookkit
+        >>> def dotted(a, b):
+        ...     return (a * b).sum()
+        >>> @hookkit.rule(dotted, pass_call=True, register=False)
+        ... def lean_dotted(call, a, b):
+        ...     return (a * b).sum(), hookkit.save(a=a, b=b)
+        >>> @lean_dotted.backward
+        ... def _(call, saved, grad):
+        ...     needs_a, needs_b = call.needs
+        ...     return grad * saved.b if needs_a else None, grad * saved.a if needs_b else None
     """
 
     callable: Callable[..., Any]

@@ -32,6 +32,19 @@ class CustomFunction(Generic[P, R]):
 
     Attributes:
         rule: the rule by which thunder takes its calls over.
+
+    Example:
+        >>> import hookkit, torch
+        >>> @hookkit.custom_gradient
+        ... def reversed_gradient(x):
+        ...     return x.clone(), hookkit.save()
+        >>> @reversed_gradient.backward
+        ... def _(saved, grad):
+        ...     return {"x": -grad}
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> reversed_gradient(x).sum().backward()
+        >>> x.grad, reversed_gradient.rule.name
+        (tensor([-1., -1.]), 'reversed_gradient')
     """
 
     rule: Rule[..., Any]
@@ -66,11 +79,44 @@ class CustomFunction(Generic[P, R]):
         return f"<hookkit.CustomFunction {self.rule.name}, defined at {self.rule.declared_at}>"
 
     def backward(self, provider: Provider) -> Provider:
-        """Declare the backward provider; see :meth:`Rule.backward`."""
+        """Declare the backward provider.
+
+        Args:
+            provider: as for :meth:`Rule.backward`.
+
+        Returns:
+            The provider.
+
+        Raises:
+            RegistrationError: if the function has a backward provider, or the provider cannot be called so.
+            GradientError: if what the provider returned does not fit the arguments.
+        """
         return self.rule.backward(provider)
 
     def meta(self, provider: Provider) -> Provider:
-        """Declare the meta function, for programs in which the call is opaque; see :meth:`Rule.meta`."""
+        """Declare the meta function, for programs in which the call is opaque.
+
+        Args:
+            provider: as for :meth:`Rule.meta`.
+
+        Returns:
+            The provider.
+
+        Raises:
+            RegistrationError: if the function has a meta function, or its signature does not fit.
+
+        Example:
+            >>> import hookkit, torch
+            >>> @hookkit.custom_gradient(mode="opaque")
+            ... def sine(x):
+            ...     return torch.from_numpy(__import__("numpy").sin(x.detach().numpy())), hookkit.save(x=x)
+            >>> @sine.backward
+            ... def _(saved, grad):
+            ...     return {"x": grad * saved.x.cos()}
+            >>> @sine.meta
+            ... def _(x):
+            ...     return torch.empty_like(x), hookkit.save(x=x)
+        """
         return self.rule.meta(provider)
 
     @functools.cached_property

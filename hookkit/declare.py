@@ -22,7 +22,17 @@ R = TypeVar("R")
 
 
 class Declaration:
-    """What ``hookkit.rule(target)`` returns: a decorator for the forward provider. It registers nothing by itself."""
+    """What ``hookkit.rule(target)`` returns: a decorator for the forward provider. It registers nothing by itself.
+
+    Example:
+        >>> import hookkit, math
+        >>> declaration = hookkit.rule(math.hypot, register=False)
+        >>> @declaration
+        ... def hypotenuse(x, y):
+        ...     return (x * x + y * y) ** 0.5
+        >>> hypotenuse.name
+        'hypotenuse'
+    """
 
     def __init__(self, declare: Callable[..., Rule[..., Any]], target: str, declared_at: Source) -> None:
         self._declare, self._target, self._declared_at = declare, target, declared_at

@@ -29,6 +29,15 @@ class HookError(RuntimeError):
     """The base of every error that hookkit itself raises.
 
     A program that wants to catch all of hookkit's refusals, and none of its own exceptions, catches this class.
+
+    Example:
+        >>> import hookkit, thunder, torch
+        >>> jitted = thunder.jit(lambda x: x.grad_fn)
+        >>> try:
+        ...     jitted(torch.ones(3, requires_grad=True))
+        ... except hookkit.HookError as error:
+        ...     print(error)
+        grad_fn of a tensor is not supported inside a program compiled by thunder ...
     """
 
 
@@ -37,43 +46,155 @@ class RegistrationError(HookError):
 
     Raised by the decorators, at the line of the declaration: a target that is not callable, a provider whose
     signature cannot take the target's arguments, a second backward provider, a rule that is unregistered twice.
+
+    Example:
+        >>> import hookkit
+        >>> hookkit.rule("math.sqrt")
+        Traceback (most recent call last):
+            ...
+        hookkit.errors.RegistrationError: the rule target 'math.sqrt' is not a name of the form 'package.module:name'...
     """
 
 
 class ConflictError(RegistrationError):
-    """Two rules claim one target at one priority; both declarations are quoted."""
+    """Two rules claim one target at one priority; both declarations are quoted.
+
+    Example:
+        >>> import hookkit
+        >>> def halved(x):
+        ...     return x / 2
+        >>> @hookkit.rule(halved)
+        ... def one(x):
+        ...     return x * 0.5
+        >>> @hookkit.rule(halved)
+        ... def another(x):
+        ...     return x - x / 2
+        Traceback (most recent call last):
+            ...
+        hookkit.errors.ConflictError: ...
+        >>> one.unregister()
+    """
 
 
 class UntraceableError(HookError):
-    """A call cannot be traced, and its mode (``"trace"``) does not allow it to run opaque."""
+    """A call cannot be traced, and its mode (``"trace"``) does not allow it to run opaque.
+
+    Example:
+        >>> import hookkit, thunder, torch
+        >>> class Squared(torch.autograd.Function):
+        ...     @staticmethod
+        ...     def forward(ctx, x):
+        ...         return torch.from_numpy(x.detach().numpy() ** 2)
+        >>> with hookkit.use(mode="trace"):
+        ...     thunder.jit(Squared.apply)(torch.ones(3))
+        Traceback (most recent call last):
+            ...
+        hookkit.errors.UntraceableError: ...
+    """
 
 
 class GradientError(HookError):
-    """A backward provider returned gradients that do not fit the inputs: count, names, shape, type."""
+    """What a provider returned does not fit: the gradients' count, names, shapes, dtypes, or the residuals' place.
+
+    Example:
+        >>> import hookkit, thunder, torch
+        >>> @hookkit.custom_gradient
+        ... def doubled(x):
+        ...     return 2 * x, hookkit.save()
+        >>> @doubled.backward
+        ... def _(saved, grad):
+        ...     return {"y": 2 * grad}
+        >>> thunder.jit(lambda x: doubled(x))(torch.ones(3, requires_grad=True))
+        Traceback (most recent call last):
+            ...
+        hookkit.errors.GradientError: ... returned a gradient for 'y', which is no argument of the call...
+    """
 
 
 class MetaError(HookError):
-    """The metadata of an opaque call is not known, or differs from what the call returned at run time."""
+    """The metadata of an opaque call is not known, or differs from what the call returned at run time.
+
+    Example:
+        >>> import hookkit, thunder, torch
+        >>> def positive(x):
+        ...     return x[x > 0]
+        >>> rule = hookkit.rule(positive, mode="opaque", register=False)
+        >>> with hookkit.use(rule):
+        ...     thunder.jit(lambda x: positive(x))(torch.tensor([1.0, -1.0]))
+        Traceback (most recent call last):
+            ...
+        hookkit.errors.MetaError: ...
+    """
 
 
 class OpaqueFallbackWarning(UserWarning):
-    """A call could not be traced and runs as one opaque operator; given once per callable and reason."""
+    """A call could not be traced and runs as one opaque operator; given once per callable and reason.
+
+    ``hookkit.use(mode="trace")`` makes an error of it where programs are compiled, and this filter everywhere:
+
+    Example:
+        >>> import hookkit, warnings
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("error", hookkit.OpaqueFallbackWarning)
+    """
 
 
 class MetaWarning(UserWarning):
-    """The metadata of an opaque call was found by running it on example values; a meta function avoids that."""
+    """The metadata of an opaque call was found by running it on example values; a meta function avoids that.
+
+    Example:
+        >>> import hookkit, thunder, torch, warnings
+        >>> def rooted(x):
+        ...     return torch.from_numpy(x.detach().numpy() ** 0.5)
+        >>> rule = hookkit.rule(rooted, mode="opaque", register=False)
+        >>> with hookkit.use(rule), warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
+        ...     _ = thunder.jit(lambda x: rooted(x))(torch.ones(3))
+        >>> [w.category.__name__ for w in caught if issubclass(w.category, hookkit.MetaWarning)]
+        ['MetaWarning']
+    """
 
 
 class TargetWarning(UserWarning):
-    """A lazy target's module is imported and has no such name; given once, with the nearest names."""
+    """A lazy target's module is imported and has no such name; given once, with the nearest names.
+
+    Example:
+        >>> import hookkit, thunder, torch, warnings
+        >>> rule = hookkit.rule("math:sqroot", mode="opaque", register=False)
+        >>> with hookkit.use(rule), warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
+        ...     _ = thunder.jit(torch.sin)(torch.ones(3))
+        >>> [w.category.__name__ for w in caught if issubclass(w.category, hookkit.TargetWarning)]
+        ['TargetWarning']
+    """
 
 
 class RegistrationWarning(UserWarning):
-    """A rule was declared and never finished, so that it registers nothing: no forward provider was decorated."""
+    """A rule was declared and never finished, so that it registers nothing: no forward provider was decorated.
+
+    Example:
+        >>> import hookkit, math, warnings
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
+        ...     declaration = hookkit.rule(math.sqrt)
+        ...     del declaration
+        >>> [w.category.__name__ for w in caught]
+        ['RegistrationWarning']
+    """
 
 
 class TransformWarning(UserWarning):
-    """A compiled program runs in eager PyTorch, because a transform of ``torch.func`` or forward-mode AD is active."""
+    """A compiled program runs in eager PyTorch, because a transform of ``torch.func`` or forward-mode AD is active.
+
+    Example:
+        >>> import hookkit, thunder, torch, warnings
+        >>> jitted = thunder.jit(torch.sin)
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
+        ...     _ = torch.func.vmap(jitted)(torch.ones(2, 3))
+        >>> [w.category.__name__ for w in caught if issubclass(w.category, hookkit.TransformWarning)]
+        ['TransformWarning']
+    """
 
 
 class PluginWarning(UserWarning):
@@ -81,6 +202,12 @@ class PluginWarning(UserWarning):
 
     A package's entry point for hookkit that failed, or a part of hookkit that does not fit the installed torch or
     thunder.
+
+    Example:
+        >>> import hookkit, warnings
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("error", hookkit.PluginWarning)
+        ...     hookkit.enable()
     """
 
 

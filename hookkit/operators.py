@@ -24,6 +24,14 @@ class Operator:
         backward: the backward that ``register_autograd`` was given; None if there is none in Python.
         composite: the Python function that was registered as ``CompositeImplicitAutograd``, or None.
         registration: where torch looks for ``setup_context`` and ``backward``.
+
+    Example:
+        >>> import hookkit
+        >>> def of_my_library(call):
+        ...     return call.operator is not None and call.operator.overload.namespace == "mylib"
+        >>> @hookkit.rule(hookkit.where(of_my_library), pass_call=True, register=False)
+        ... def by_its_formula(call, *args):
+        ...     return call.operator.composite(*args)
     """
 
     overload: OpOverload

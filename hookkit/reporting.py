@@ -69,6 +69,15 @@ class Explanation:
         unresolved: the lazy names among the rules' targets that stand for nothing, by rule, and why.
         error: what tracing raised after the last of the calls, or None.
         missed: calls of an operation in a form that no rule matches, although one is for another form of it.
+
+    Example:
+        >>> import hookkit, torch
+        >>> print(hookkit.explain(lambda x: torch.logit(x).relu(), torch.full((3,), 0.5)))
+        2 calls would be taken by rules
+        logit() at ...
+          taken by unsupported_operations, opaque...
+        relu() at ...
+          taken by relu, traced
     """
 
     calls: tuple[ExplainedCall, ...]
@@ -185,6 +194,18 @@ class Report:
 
     Attributes:
         steps: what the compiled function ran last; ``thunderfx`` has one step for each of its graphs.
+
+    Example:
+        >>> import hookkit, thunder, torch
+        >>> jitted = thunder.jit(lambda x: torch.sigmoid(x))
+        >>> _ = jitted(torch.ones(3, requires_grad=True))
+        >>> report = hookkit.report(jitted)
+        >>> report.calls[0].rule, report.calls[0].saved_bytes, report.saved_bytes
+        ('sigmoid', 12, 12)
+        >>> report.to_dict()["calls"][0]["outcome"]
+        'traced'
+        >>> report.to_svg()[:4]
+        '<svg'
     """
 
     steps: tuple[CompiledStep, ...]
@@ -223,6 +244,9 @@ class Report:
         """A picture of the compiled step in which the calls that rules took stand out.
 
         The forward runs down on the left, and what rules' calls keep and do in the backward stands beside them.
+
+        Returns:
+            The text of an SVG file.
         """
         return _Picture(self.steps).render()
 

@@ -40,6 +40,22 @@ class Residuals:
     Attributes:
         needs: which arguments need a gradient: a mapping from parameter name to bool, or to a tuple of bools for
             ``*args``.
+
+    Example:
+        >>> import hookkit, torch
+        >>> @hookkit.custom_gradient
+        ... def product(x, y):
+        ...     return x * y, hookkit.save(x=x, y=y)
+        >>> @product.backward
+        ... def _(saved, grad):
+        ...     gradients = {"x": grad * saved.y}
+        ...     if saved.needs["y"]:
+        ...         gradients["y"] = grad * saved.x
+        ...     return gradients
+        >>> x = torch.tensor(2.0, requires_grad=True)
+        >>> product(x, torch.tensor(5.0)).backward()
+        >>> x.grad
+        tensor(5.)
     """
 
     _marks: Marks

@@ -52,6 +52,18 @@ class Rule(Generic[P, R]):
         priority: the higher one wins.
         declared_at: file and line of the declaration.
         writes: the parameters that an opaque call overwrites, or None if that is to be found out.
+
+    Example:
+        >>> import hookkit, torch
+        >>> def halved(x):
+        ...     return x / 2
+        >>> @hookkit.rule(halved, register=False)
+        ... def lean_halved(x):
+        ...     return x * 0.5
+        >>> lean_halved.name, lean_halved.mode, lean_halved.priority
+        ('lean_halved', 'auto', 0)
+        >>> lean_halved(torch.tensor(3.0))
+        tensor(1.5000)
     """
 
     name: str
@@ -148,13 +160,28 @@ class Rule(Generic[P, R]):
         Args:
             provider: takes the residuals and one gradient for each differentiable output (None or zeros where an
                 output was not used, see :func:`hookkit.mark`); returns the gradients: a dict by parameter name, in
-                which a missing name means no gradient, or a tuple with one entry for each positional argument.
+                which a missing name means no gradient, or a tuple with one entry for each positional argument. The
+                gradient of a tensor has its shape, or one that it broadcasts to, which is summed; its device; and a
+                floating-point dtype, which is converted. That of a list or dict of tensors has its structure.
 
         Returns:
             The provider.
 
         Raises:
             RegistrationError: if the rule has a backward provider, or the provider cannot be called so.
+            GradientError: when a program is compiled, if what the provider returned does not fit the arguments.
+
+        Example:
+            >>> import hookkit
+            >>> def cubed(x, scale):
+            ...     return scale * x**3
+            >>> @hookkit.rule(cubed, register=False)
+            ... def lean_cubed(x, scale):
+            ...     square = x * x
+            ...     return scale * square * x, hookkit.save(square=square, scale=scale)
+            >>> @lean_cubed.backward
+            ... def _(saved, grad):
+            ...     return {"x": 3 * saved.scale * saved.square * grad}
         """
         if self.forward is None:
             raise RegistrationError(
@@ -203,6 +230,17 @@ class Rule(Generic[P, R]):
 
         Raises:
             RegistrationError: if the rule has a meta function, or its signature does not fit the target.
+            MetaError: when a program is compiled, if the provider raises; and when it runs, if the call returns
+                something else.
+
+        Example:
+            >>> import hookkit, torch
+            >>> def outer_by_numpy(a, b):
+            ...     return torch.from_numpy(a.detach().numpy()[:, None] * b.detach().numpy())
+            >>> outer = hookkit.rule(outer_by_numpy, mode="opaque", register=False)
+            >>> @outer.meta
+            ... def _(a, b):
+            ...     return a.new_empty(a.shape[0], b.shape[0])
         """
         self._check_provider("meta", self._meta, provider)
         self._check_fits("meta function", provider)
@@ -223,6 +261,18 @@ class Rule(Generic[P, R]):
 
         Raises:
             RegistrationError: if the rule has a condition, or its signature does not fit the target.
+            HookError: when a program is compiled, if the provider raises.
+
+        Example:
+            >>> import hookkit, torch
+            >>> def rounded(x):
+            ...     return x.round()
+            >>> @hookkit.rule(rounded, register=False)
+            ... def passed_through(x):
+            ...     return x + (x.round() - x).detach()
+            >>> @passed_through.when
+            ... def _(x):
+            ...     return x.dtype is torch.float32 or hookkit.decline("only float32 is trained")
         """
         self._check_provider("when", self._when, provider)
         self._check_fits("condition (.when)", provider)
@@ -233,8 +283,19 @@ class Rule(Generic[P, R]):
     def unregister(self) -> None:
         """Take the rule out of the registry.
 
+        Programs in which it took part are compiled anew at their next call.
+
         Raises:
             RegistrationError: if it is not registered.
+
+        Example:
+            >>> import hookkit, math
+            >>> @hookkit.rule(math.cbrt if hasattr(math, "cbrt") else math.exp)
+            ... def root(x):
+            ...     return x ** (1 / 3)
+            >>> root.unregister()
+            >>> root in hookkit.rules()
+            False
         """
         registry.remove(self)
 

@@ -3,6 +3,7 @@
 import ast
 import functools
 import importlib
+import inspect
 import pkgutil
 import re
 from pathlib import Path
@@ -68,9 +69,20 @@ def test_the_reference_has_each_file_of_rules():
 
 
 def test_the_api_has_every_public_name():
-    page = (ROOT / "docs/reference/api.md").read_text()
-    named = set(re.findall(r"auto\w+:: hookkit\.(\w+)", page))
+    pages = [page.read_text() for page in (ROOT / "docs/reference/api").glob("*.md")]
+    named = {name for page in pages for name in re.findall(r"auto\w+:: hookkit\.(\w+)", page)}
+    listed = re.findall(r"^   (\w+)$", (ROOT / "docs/reference/api.md").read_text(), re.MULTILINE)
     assert set(hookkit.__all__) <= named
+    assert set(hookkit.__all__) - {"Declaration", "testing"} == set(listed)
+
+
+MEMBERS = [hookkit.Rule.backward, hookkit.Rule.meta, hookkit.Rule.when, hookkit.Rule.unregister]
+PUBLIC = [getattr(hookkit, name) for name in hookkit.__all__ if name != "testing"]
+
+
+@pytest.mark.parametrize("public", [*PUBLIC, *MEMBERS], ids=lambda public: public.__qualname__)
+def test_a_public_name_has_an_example(public):
+    assert "\n    >>> " in inspect.getdoc(public)
 
 
 def covers(row, message):

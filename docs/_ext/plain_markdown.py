@@ -14,6 +14,7 @@ from typing import Any
 from docutils import nodes
 from sphinx import addnodes
 from sphinx.application import Sphinx
+from sphinx.ext.autosummary import autosummary_table
 
 SKIPPED = (nodes.comment, nodes.target, nodes.raw, nodes.substitution_definition, nodes.meta, addnodes.index)
 WRAPPERS = (nodes.document, nodes.container, nodes.compound, addnodes.desc_content, addnodes.only)
@@ -54,9 +55,11 @@ def link(node: nodes.reference) -> str:
 
 def blocks(node: nodes.Node, level: int) -> Iterator[str]:
     """The Markdown of a node, as blocks with a blank line between them."""
-    if isinstance(node, SKIPPED):
+    if isinstance(node, autosummary_table):  # a comment, to writers that do not know it
+        yield from within(node, level)
+    elif isinstance(node, SKIPPED):
         return
-    if isinstance(node, nodes.section):
+    elif isinstance(node, nodes.section):
         for child in node.children:
             yield from blocks(child, level + 1)
     elif isinstance(node, nodes.title):
@@ -118,7 +121,7 @@ def table(node: nodes.table) -> str:
         ["<br>".join(b.replace("\n", " ") for b in within(cell, 1)).replace("|", "\\|") for cell in row.children]
         for row in node.findall(nodes.row)
     ]
-    header, *body = rows
+    header, *body = rows if any(node.findall(nodes.thead)) else [[""] * len(rows[0]), *rows]
     lines = [header, ["---"] * len(header), *body]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
