@@ -33,7 +33,7 @@ __all__ = [
     "clamp_has_gradient_at_bounds",
     "composite_kernel",
     "dual_level",
-    "dynamo_knows_dirty",
+    "dynamo_traces_in_steps",
     "function_owner",
     "gradient_edge",
     "graph_is_kept",
@@ -186,10 +186,11 @@ def higher_order_apply_targets() -> tuple[Callable[..., Any], ...]:
     return tuple(dict.fromkeys(target for target in found if target is not None))
 
 
-def dynamo_knows_dirty() -> bool:
-    """Whether Dynamo says in ``autograd_function_apply`` which arguments a Function marks as dirty.
+def dynamo_traces_in_steps() -> bool:
+    """Whether Dynamo traces a Function in steps that can be looked at, each with what it returns.
 
-    Up to torch 2.9 it forgets them. Delete this when torch 2.10 is the oldest.
+    Up to torch 2.10 it traces it at one go, and loses on the way which arguments are dirty, what the Function writes
+    that was there before it, and gradients that are too many. Delete this when all supported versions have the steps.
     """
     from torch._dynamo.variables.higher_order_ops import AutogradFunctionApplyVariable
 

@@ -7,9 +7,10 @@ graph, and the Function runs between two compiled graphs. What Dynamo does for o
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NoReturn
 
 import thunder.dynamo.compiler
@@ -18,11 +19,13 @@ from torch._dynamo.decorators import skip_code  # type: ignore[attr-defined]
 from torch._dynamo.exc import TorchDynamoException, Unsupported
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import VariableTracker
+from torch._dynamo.variables.lists import BaseListVariable
+from torch._dynamo.variables.misc import AutogradFunctionContextVariable
 
 from hookkit import compat
 from hookkit.engine.joint import transforms
 from hookkit.engine.pytorch.dynamo_graphs import is_once_differentiable, write_no_grad
-from hookkit.patch import Patch, around_method
+from hookkit.patch import Patch, around, around_method
 
 __all__ = ["PATCHES", "apply", "compile_graph"]
 
@@ -61,13 +64,17 @@ def apply(function: Any, stock: Callable[..., Any], tx: Any, args: Any, kwargs: 
         _leave(owner.__name__, "its backward takes one list of gradients")
     if function.source is None and getattr(sys.modules.get(owner.__module__), owner.__name__, None) is not owner:
         _leave(owner.__name__, "Dynamo does not know where the class comes from, and takes it for a global")
+    if not compat.dynamo_traces_in_steps() and any(
+        _has_own_values(f) for f in (owner.forward, owner.setup_context) if isinstance(f, FunctionType)
+    ):
+        _leave(owner.__name__, "its forward closes over values, which Dynamo takes for constants")
     if transforms.active():
         _leave(owner.__name__, "Dynamo traces its forward alone inside of a transform, as of torch.func")
-    if any(_is_within(outer.backward, tx) for outer in _applied):
+    if any(_is_within(outer.backward, tx) for outer, _ in _applied):
         # Dynamo would trace its forward alone, as grad mode is off there; a second derivative asks for its backward
         _leave(owner.__name__, "the backward of another Function applies it")
     installed = set(tx.output.nn_modules)
-    _applied.append(owner)
+    _applied.append((owner, args))
     try:
         result = stock(function, tx, args, kwargs)
         if is_once_differentiable(owner):
@@ -85,8 +92,28 @@ def apply(function: Any, stock: Callable[..., Any], tx: Any, args: Any, kwargs: 
         _applied.pop()
 
 
-# The Functions that Dynamo is about to trace, each in one that applies it; it traces in one thread at a time.
-_applied: list[type[Any]] = []
+def _has_own_values(function: Any) -> bool:
+    """Whether a function, or one that it closes over, closes over what is neither a function, a class nor a module."""
+    seen: list[Any] = []
+    functions = [function]
+    while functions:
+        function = functions.pop()
+        if function in seen:
+            continue
+        seen.append(function)
+        try:
+            variables = inspect.getclosurevars(function).nonlocals.values()
+        except ValueError:  # one has no value yet
+            return True
+        functions += [v for v in variables if isinstance(v, FunctionType)]
+        if not all(isinstance(v, (FunctionType, BuiltinFunctionType, type, ModuleType)) for v in variables):
+            return True
+    return False
+
+
+# The Functions that Dynamo is about to trace and their arguments, each in one that applies it; it traces in one thread
+# at a time.
+_applied: list[tuple[type[Any], Any]] = []
 
 
 def _is_within(function: Any, tx: Any) -> bool:
@@ -128,7 +155,7 @@ def read_attribute(ctx: Any, stock: Callable[..., Any], tx: Any, name: str) -> A
         _leave("a Function", "it calls set_materialize_grads")
     if name == "mark_non_differentiable" and not ctx.inference and _is_for_thunder():
         _leave("a forward", "it marks outputs as non-differentiable, and is compiled by itself")
-    if name == "mark_dirty" and not compat.dynamo_knows_dirty() and _is_for_thunder():
+    if name == "mark_dirty" and not compat.dynamo_traces_in_steps() and _is_for_thunder():
         _leave("a Function", "it calls mark_dirty")
     return stock(ctx, tx, name)
 
@@ -162,6 +189,48 @@ def rewire_bwd_graph_outputs(
     stock(call, freevars, output, graph, bwd_freevars, args)
 
 
+def speculate_subgraph(
+    stock: Callable[..., Any], tx: Any, function: Any, inputs: Any, *rest: Any, **options: Any
+) -> Any:
+    """``speculate_subgraph`` of a Dynamo that traces a Function at one go: it drops gradients that are too many."""
+    traced = stock(tx, function, inputs, *rest, **options)
+    if _applied and getattr(function, "fn", None) is _applied[-1][0].backward:
+        output, arguments = traced[0][0], _applied[-1][1]
+        if isinstance(output, BaseListVariable) and not all(_is_none(g) for g in output.items[len(arguments) :]):
+            _leave("a Function", "its backward returns more gradients than there are inputs")
+    return traced
+
+
+def check_allowed_side_effect(effects: Any, stock: Callable[..., Any], item: Any) -> Any:
+    """``SideEffects.check_allowed_side_effect`` of such a Dynamo: it forgets what a Function does besides."""
+    if _applied and not isinstance(item, AutogradFunctionContextVariable) and _was_there(item):
+        _leave("a Function", "it writes what was there before it was applied")
+    return stock(effects, item)
+
+
+def _was_there(item: Any) -> bool:
+    """Whether a variable of Dynamo's stands for what the Function that is traced did not make."""
+    if getattr(item.mutation_type, "scope", None) == 0:
+        return True
+    found: list[Any] = []
+    VariableTracker.visit(found.append, _applied[-1][1])
+    return any(part is item for part in found)
+
+
+def register_hook(variable: Any, stock: Callable[..., Any], *args: Any) -> Any:
+    """``TensorVariable._method_register_hook``: a hook of the gradient of a tensor that the graph has used already.
+
+    A Dynamo that cannot write the hook down breaks the graph: the hook then misses the gradients of the uses before.
+    """
+    can_write_it = len(args) == 3  # it takes its translator too
+    if not (can_write_it or variable.source) and variable.as_proxy().node.users and _is_for_thunder():
+        root = InstructionTranslator.current_tx().output.root_tx
+        root.should_compile_partial_graph = lambda: False
+        root.current_speculation = None  # nor from an earlier statement on
+        _leave("this frame", "it registers a hook on a tensor after it has been used")
+    return stock(variable, *args)
+
+
 def _tensors(value: Any) -> list[Any]:
     found: list[Any] = []
     VariableTracker.visit(lambda part: found.append(part) if part.is_tensor() else None, value)
@@ -176,10 +245,10 @@ def _leave(name: str, why: str, cause: Exception | None = None) -> NoReturn:
     raise Unsupported(f"hookkit leaves {name} to eager PyTorch: {why}") from cause
 
 
-def _patch(target: str, function: Callable[..., Any], takes: str, *, optional: bool = False) -> Patch:
+def _patch(target: str, function: Callable[..., Any], *takes: str, optional: bool = False) -> Patch:
     lost = "Dynamo may make something else of a Function than eager PyTorch"
     replace = around_method(function)
-    return Patch(target, replace, lost, takes=(takes,), optional=optional, concerns_thunderfx=True)
+    return Patch(target, replace, lost, takes=takes, optional=optional, concerns_thunderfx=True)
 
 
 _FUNCTION = "torch._dynamo.variables.misc:AutogradFunctionVariable"
@@ -205,4 +274,22 @@ PATCHES = [
         "self, fwd_freevars, bwd_out, bwd_graph, bwd_freevars, orig_fwd_args",
         optional=True,
     ),
+    _patch(
+        "torch._dynamo.variables.tensor:TensorVariable._method_register_hook",
+        register_hook,
+        "self, name, hook",
+        "self, tx, name, hook",
+    ),
 ]
+if not compat.dynamo_traces_in_steps():
+    PATCHES += [
+        _patch(
+            "torch._dynamo.side_effects:SideEffects.check_allowed_side_effect", check_allowed_side_effect, "self, item"
+        ),
+        Patch(
+            "torch._dynamo.variables.higher_order_ops:speculate_subgraph",
+            around(speculate_subgraph),
+            "gradients that are too many are dropped",
+            concerns_thunderfx=True,
+        ),
+    ]
