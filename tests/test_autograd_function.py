@@ -290,7 +290,7 @@ NOT_FOR_DYNAMO = {
         lambda f, x: f.apply(x),
     ),
     "boxed gradients": (
-        function(lambda ctx, x: x.sin(), lambda ctx, grads: 100 * grads[0], boxed_grads_call=True),
+        function(lambda ctx, x: x.sin(), lambda ctx, grads: 100 * grads[0].sum().expand(4), boxed_grads_call=True),
         lambda f, x: f.apply(x),
     ),
     "apply of an instance": (sine(), lambda f, x: f().apply(x)),
@@ -351,6 +351,37 @@ def test_a_number_that_forward_counts_keeps_the_gradient_under_thunderfx():
     for count in (1, 2, 3):
         assert_equal(gradients(compiled, vector()), [torch.full((4,), 200.0, dtype=torch.float64)])
         assert calls["count"] == count
+
+
+COUNTED = {"count": 0}
+
+
+def count_and_double(ctx, x):
+    COUNTED["count"] += 1
+    return x * 2
+
+
+def append_and_double(ctx, x, log):
+    log.append(1)
+    return x * 2
+
+
+def test_what_a_forward_writes_is_seen_by_the_program_under_thunderfx():
+    f = function(count_and_double, lambda ctx, grad: 100 * grad)
+    g = function(append_and_double, lambda ctx, grad: (100 * grad, None))
+
+    def program(x):
+        before, log = COUNTED["count"], []
+        return f.apply(x) * (COUNTED["count"] - before + 1), g.apply(x, log) * (len(log) + 1)
+
+    assert_same(program, vector(), jit=through_dynamo)
+
+
+def test_what_a_forward_closes_over_is_read_at_each_call_under_thunderfx():
+    f = function(lambda ctx, x: x * scale, lambda ctx, grad: 100 * grad * scale)
+    compiled = through_dynamo(lambda x: f.apply(x) * 2)
+    for scale in (2.0, 3.0):
+        assert_equal(gradients(compiled, vector()), [torch.full((4,), 200 * scale, dtype=torch.float64)])
 
 
 def test_an_input_that_only_unused_outputs_need_has_no_gradient_under_thunderfx():

@@ -60,7 +60,7 @@ def apply(function: Any, stock: Callable[..., Any], tx: Any, args: Any, kwargs: 
     owner = function.fn_cls
     if not _is_for_thunder():
         return stock(function, tx, args, kwargs)
-    if getattr(owner, "boxed_grads_call", False):
+    if hasattr(torch.autograd.Function, "boxed_grads_call") and owner.boxed_grads_call:
         _leave(owner.__name__, "its backward takes one list of gradients")
     if function.source is None and getattr(sys.modules.get(owner.__module__), owner.__name__, None) is not owner:
         _leave(owner.__name__, "Dynamo does not know where the class comes from, and takes it for a global")
@@ -224,7 +224,7 @@ def register_hook(variable: Any, stock: Callable[..., Any], *args: Any) -> Any:
     """
     can_write_it = len(args) == 3  # it takes its translator too
     if not (can_write_it or variable.source) and variable.as_proxy().node.users and _is_for_thunder():
-        root = InstructionTranslator.current_tx().output.root_tx
+        root: Any = InstructionTranslator.current_tx().output.root_tx
         root.should_compile_partial_graph = lambda: False
         root.current_speculation = None  # nor from an earlier statement on
         _leave("this frame", "it registers a hook on a tensor after it has been used")

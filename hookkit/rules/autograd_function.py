@@ -76,7 +76,7 @@ def _(call: hookkit.Call, saved: Any, *grads: Any) -> Any:
         if backward is not Function.backward:
             raise RuntimeError("Implementing both 'backward' and 'vjp' for a custom Function is not allowed.")
         backward = function.vjp
-    boxed = getattr(function, "boxed_grads_call", False)
+    boxed = hasattr(Function, "boxed_grads_call") and function.boxed_grads_call  # torch up to 2.12 does not know it
     result = backward(saved.ctx, list(grads)) if boxed else backward(saved.ctx, *grads)
     if isinstance(result, list):
         raise RuntimeError(
