@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from hookkit import modes
+from hookkit import compat, modes
 from hookkit.call import Call, Source
 from hookkit.errors import ConflictError, PluginWarning, RegistrationError
 from hookkit.patch import versions
@@ -417,8 +417,8 @@ def is_asked_about(callable_: Any) -> bool:
     if isinstance(callable_, types.WrapperDescriptorType | types.MethodDescriptorType | types.GetSetDescriptorType):
         callable_ = callable_.__objclass__
     module = getattr(callable_, "__module__", None)
-    if module is None and isinstance(owner := getattr(callable_, "__self__", None), type):
-        module = owner.__module__  # a C classmethod: Function.apply from torch 2.14
+    if compat.function_owner(callable_) is not None:
+        return True
     if not isinstance(module, str):
         # torch._VF.unique_dim, and other functions of torch without a public name
         return getattr(callable_, "__qualname__", "").startswith("_VariableFunctionsClass.")

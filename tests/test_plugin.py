@@ -180,18 +180,28 @@ def test_an_executor_of_the_users_own_claims_operations_inside_a_function():
         thunder.extend.deregister_executor(executor)
 
 
+def square(x):
+    return x * x
+
+
+# Without hookkit a custom Function is nothing that thunder can run, from torch 2.14.
 def test_a_program_compiled_with_the_rules_still_runs_when_they_are_out(disabled):
     hookkit.enable()
-    jitted = thunder.jit(program)
-    jitted(vector())
-    hookkit.disable()
-    x = vector()
-    jitted(x).sum().backward()
-    assert x.grad is not None
-    hookkit.enable()
-    x = vector()
-    jitted(x).sum().backward()
-    torch.testing.assert_close(x.grad, 200 * x.detach())
+
+    @hookkit.rule(square)
+    def squared(x):
+        return x * x, hookkit.save(x=x)
+
+    @squared.backward
+    def _(saved, grad):
+        return {"x": 200 * grad * saved.x}
+
+    jitted = thunder.jit(lambda x: square(x))
+    for enabled in (True, False, True):
+        hookkit.enable() if enabled else hookkit.disable()
+        x = vector()
+        jitted(x).sum().backward()
+        torch.testing.assert_close(x.grad, (200 if enabled else 2) * x.detach())
 
 
 def test_programs_without_calls_that_a_rule_takes_have_stocks_trace(disabled):
