@@ -47,10 +47,14 @@ def package_imported() -> None:
         _put_hook()
 
 
-def enable() -> None:
+def enable(*, mends: bool | None = None) -> None:
     """Use hookkit's rules in every later compilation: from now on, or from when the program imports thunder.
 
     ``import hookkit`` does this by itself; the function undoes `disable`.
+
+    Args:
+        mends: whether faults of thunder's that have nothing to do with rules are mended, too. By default they are,
+            unless the environment variable ``HOOKKIT_MENDS`` is 0; where hookkit is enabled, that stays as it is.
 
     Warns:
         PluginWarning: where a part of hookkit does not fit the installed torch or thunder, and is left out.
@@ -61,7 +65,7 @@ def enable() -> None:
         >>> hookkit.is_enabled()
         True
     """
-    _hook.wanted = True
+    _hook.wanted, _hook.mends = True, mends
     _enable_when_imported()
 
 
@@ -116,6 +120,7 @@ class _Hook:
 
     def __init__(self) -> None:
         self.wanted = True
+        self.mends: bool | None = None  # whether faults of thunder's are mended, if the program has said so
         self.explicit = False  # the program itself imports hookkit, and must not run without it unawares
 
     def find_spec(
@@ -170,7 +175,7 @@ def _enable_when_imported() -> None:
         if name.partition(".")[0] in ("thunder", "hookkit") and _is_importing(name):
             _enable_after(sys.modules[name].__spec__)
             return
-    _plugin().enable()
+    _plugin().enable(mends=_hook.mends)
 
 
 def _is_importing(name: str) -> bool:

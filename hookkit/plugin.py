@@ -7,17 +7,24 @@ warning; where one is left out without which nothing can be right, `thunder.jit`
 from __future__ import annotations
 
 import importlib
+import os
 import threading
 import warnings
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import thunder
 import torch
 
 from hookkit import patch
+from hookkit.engine.dispatch import extensions
+from hookkit.engine.dispatch.extensions import Extension
 from hookkit.errors import HookError, PluginWarning
 from hookkit.patch import Installed, LeftOut, Misfit, Patch
+from hookkit.registry import registry
+
+if TYPE_CHECKING:
+    from hookkit.mends.mend import Mend
 
 __all__ = ["disable", "enable", "is_enabled"]
 
@@ -25,7 +32,7 @@ __all__ = ["disable", "enable", "is_enabled"]
 _ALL: dict[str, Any] = {"lost": "no program is right", "needed": True}
 _SPEED: dict[str, Any] = {"lost": "programs take longer to compile"}
 _THUNDERFX: dict[str, Any] = {"lost": "Dynamo makes something else of a Function", "concerns_thunderfx": True}
-SOURCES: dict[str, dict[str, Any]] = {
+FRAMEWORK: dict[str, dict[str, Any]] = {
     "hookkit.engine.dispatch.lookaside": _ALL,
     "hookkit.engine.opaque.overwritten": _ALL,
     "hookkit.engine.trace.recomputation": _ALL,
@@ -33,18 +40,24 @@ SOURCES: dict[str, dict[str, Any]] = {
     "hookkit.engine.trace.functionalize": _ALL,
     "hookkit.engine.joint.autograd_link": _ALL,
     "hookkit.engine.joint.transforms": _ALL,
-    "hookkit.mends.threads": _ALL,
     "hookkit.engine.interpreter.cache_guards": _ALL,
     "hookkit.engine.opaque.opaque_calls": _ALL,
+}
+# The modules that declare mends, in `MENDS`.
+MENDS: dict[str, dict[str, Any]] = {
+    "hookkit.mends.threads": _ALL,
     "hookkit.mends.buffers": _ALL,
     "hookkit.mends.wrong_answers": _ALL,
     "hookkit.mends.tensor_identity": _ALL,
+    "hookkit.mends.iterators": _ALL,
+    "hookkit.mends.partials": _ALL,
     "hookkit.mends.fast_paths": _SPEED,
     "hookkit.mends.dynamo": _THUNDERFX,
 }
 
 _lock = threading.RLock()
 _installed: list[Installed] = []
+_extensions: list[Extension] = []
 _warned: set[str] = set()
 
 
@@ -53,10 +66,14 @@ def is_enabled() -> bool:
     return bool(_installed)
 
 
-def enable() -> None:
+def enable(mends: bool | None = None) -> None:
     """Let the rules take part in every later ``thunder.jit``, ``thunder.compile`` and ``thunderfx``.
 
     ``import hookkit`` does this. Enabling twice is the same as once.
+
+    Args:
+        mends: whether thunder's faults that have nothing to do with rules are mended, too; by default they are, unless
+            the environment variable ``HOOKKIT_MENDS`` is 0, and where hookkit is enabled that stays as it is.
 
     Warns:
         PluginWarning: if a part of hookkit does not fit the installed torch or thunder, and is left out.
@@ -69,7 +86,10 @@ def enable() -> None:
     """
     with _lock:
         if _installed:
-            return
+            if mends is None or mends == registry.mends:
+                return
+            disable()
+        registry.mend(os.environ.get("HOOKKIT_MENDS") != "0" if mends is None else mends)
         fitting = _those_that_fit(_patches())
         if any(left.patch.concerns_thunderfx for left in patch.left_out):
             fitting += _those_that_fit([_REFUSE_GRAPHS])
@@ -77,6 +97,10 @@ def enable() -> None:
             fitting = [_refusing()]
         for fit in fitting:
             _installed.append(fit.install())
+        for mend in _mends() if registry.mends else ():
+            if mend.extension is not None:
+                extensions.add(mend.extension)
+                _extensions.append(mend.extension)
     _warn_once()
 
 
@@ -91,6 +115,8 @@ def disable() -> None:
         >>> hookkit.enable()
     """
     with _lock:
+        while _extensions:
+            extensions.remove(_extensions.pop())
         while _installed:
             _installed.pop().remove()
         patch.left_out.clear()
@@ -115,15 +141,34 @@ PATCHES = [
 
 
 def _patches() -> list[Patch]:
-    """All that hookkit replaces."""
+    """All that hookkit replaces; what cannot be imported is left out."""
     found = list(PATCHES)
-    for name, lost in SOURCES.items():
-        try:
-            found += importlib.import_module(name).PATCHES
-        except Exception as error:  # whatever it is, programs that do not use thunder must not suffer
-            reason = f"{name} cannot be imported ({type(error).__name__}: {error})"
-            patch.left_out.append(LeftOut(Patch(name, lambda _: None, **lost), reason))
+    for name, lost in FRAMEWORK.items():
+        found += _declared(name, "PATCHES", lost)
+    if registry.mends:
+        found += [patch for mend in _mends() for patch in mend.patches]
     return found
+
+
+def _mends() -> list[Mend]:
+    """The mends that have something to install."""
+    return [mend for name, lost in MENDS.items() for mend in _declared(name, "MENDS", lost)]
+
+
+def mends() -> list[Mend]:
+    """Each mend that hookkit knows, those that are rules last."""
+    return [*_mends(), *importlib.import_module("hookkit.mends.rules").MENDS]
+
+
+def _declared(name: str, kind: str, lost: dict[str, Any]) -> list[Any]:
+    """What a module declares; nothing, where it cannot be imported."""
+    try:
+        return list(getattr(importlib.import_module(name), kind))
+    except Exception as error:  # whatever it is, programs that do not use thunder must not suffer
+        reason = f"{name} cannot be imported ({type(error).__name__}: {error})"
+        if all(left.reason != reason for left in patch.left_out):
+            patch.left_out.append(LeftOut(Patch(name, lambda _: None, **lost), reason))
+        return []
 
 
 def _those_that_fit(patches: list[Patch]) -> list[Patch]:

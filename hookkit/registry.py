@@ -180,12 +180,24 @@ class Registry:
         self._lambdas: dict[Source, tuple[Rule[..., Any], object]] = {}
         self._loading = False
         self._loaded = False
+        self._mends = os.environ.get("HOOKKIT_MENDS") != "0"
         self.unfinished: weakref.WeakSet[Declaration] = weakref.WeakSet()
 
     @property
     def rules(self) -> tuple[Rule[..., Any], ...]:
         """The registered rules, in the order of their registration."""
         return self._rules
+
+    @property
+    def mends(self) -> bool:
+        """Whether the rules that mend single operations of thunder are in force."""
+        return self._mends
+
+    def mend(self, wanted: bool) -> None:
+        """Put the rules that mend single operations of thunder in force, or out of force."""
+        with self._lock:
+            self._outdated |= wanted != self._mends
+            self._mends = wanted
 
     def add(self, rule: Rule[..., Any]) -> None:
         """Register a rule; one that is the same declaration, run again, is replaced.
@@ -331,7 +343,7 @@ class Registry:
             with self._lock:
                 if self._outdated or self._tables.are_stale():
                     self._outdated = False
-                    self._tables = Tables.of(self._rules)
+                    self._tables = Tables.of(tuple(r for r in self._rules if self._mends or not r.is_mend))
                 tables = self._tables
         scope = _scope.get()
         return tables if scope is None else scope.tables(tables)

@@ -387,6 +387,11 @@ class Rule(Generic[P, R]):
         return self._opaque_callee or self.forward is None
 
     @property
+    def is_mend(self) -> bool:
+        """Whether the rule ships with hookkit to mend a single operation of thunder."""
+        return self._ships and self._origin is not None and self._origin.module.startswith("hookkit.mends.")
+
+    @property
     def is_conditional_correction(self) -> bool:
         """Whether the rule ships with hookkit, for the calls alone for which its condition is true."""
         return str(getattr(self._when, "__module__", "")).startswith(SHIPPED)

@@ -29,8 +29,8 @@ ORDER = [
     ["diagnosis.py"],
     ["reporting.py"],
     ["plugin.py"],
-    ["engine/dispatch/"],
     ["mends/"],
+    ["engine/dispatch/"],
     ["engine/opaque/"],
     ["engine/traced/"],
     ["engine/joint/"],
@@ -58,6 +58,8 @@ ORDER = [
 STDLIB_ONLY = {"autoload.py": ["plugin.py", "compat.py"]}
 # The folders of rules, which use nothing that a user's could not.
 RULES = ("rules/", "mends/rules/")
+# What only these import, and the folder itself.
+ONLY_BY = {"mends/": ["plugin.py"]}
 # The only modules that assign to attributes of torch or thunder.
 INSTALLERS = ["patch.py", "compat.py"]
 
@@ -173,6 +175,9 @@ class Module:
         for statement, dotted, _ in self.imports():
             target = self.target_of(dotted)
             entry = entry_of(target) if target else None
+            for folder, users in ONLY_BY.items():
+                if target and target.startswith(folder) and not self.path.startswith((folder, *users)):
+                    yield statement.lineno, f"imports hookkit/{target}, which only {' and '.join(users)} may"
             if entry is not None and entry != own and level_of(entry) <= level_of(own):
                 yield statement.lineno, f"imports hookkit/{target}, which is not below hookkit/{own}"
 

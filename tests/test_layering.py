@@ -91,6 +91,13 @@ def test_an_entry_inside_a_folder_takes_precedence_over_the_folder(violations, m
     assert found.startswith("hookkit/engine/values.py:1: imports hookkit/engine/opaque.py")
 
 
+def test_mends_are_imported_by_each_other_and_by_what_installs_them(violations):
+    files = {"mends/mend.py": "", "mends/threads.py": "from hookkit.mends import mend", "__init__.py": ""}
+    assert violations(files | {"plugin.py": "from hookkit.mends import threads"}) == []
+    (found,) = violations({"reporting.py": "from hookkit.mends import threads"})
+    assert found.endswith("imports hookkit/mends/threads.py, which only plugin.py may")
+
+
 @pytest.mark.parametrize("path", ["helpers.py", "extra/__init__.py"])
 def test_a_module_that_is_not_listed_is_a_violation(violations, path):
     assert violations({path: ""}) == [f"hookkit/{path}:1: module is not in the ORDER of scripts/layering.py"]

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from thunder.core.module import get_thunder_module
 
+from hookkit.engine.dispatch.extensions import Extension
+from hookkit.mends.mend import Mend
 from hookkit.patch import Patch, around_method
 
-__all__ = ["PATCHES", "current_buffers", "set_buffer"]
+__all__ = ["MENDS", "current_buffers", "set_buffer"]
 
 
 # Whether the outermost module of the program that is traced has buffers.
@@ -54,12 +56,34 @@ def set_buffer(module: Any, stock: Callable[..., Any], name: str, value: Any) ->
     stock(module, name.removeprefix("."), value)
 
 
-PATCHES = [
-    Patch(
-        "thunder.core.module:ThunderModule.set_buffer",
-        around_method(set_buffer),
-        "buffers of the outermost module that a program writes are not found",
-        takes=("self, name, value",),
-        concerns=lambda _: _has_buffers.get(),
+MENDS = [
+    Mend(
+        "buffers that a program writes",
+        "What a program assigns to a buffer of the outermost module is kept under another name, and not read again.",
+        program="""
+class Counts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return x * self.calls
+
+compiled = thunder.jit(Counts())
+print([compiled(torch.ones(())).item() for _ in range(3)])
+""",
+        stock="[1.0, 1.0, 1.0]",
+        eager="[1.0, 2.0, 3.0]",
+        patches=(
+            Patch(
+                "thunder.core.module:ThunderModule.set_buffer",
+                around_method(set_buffer),
+                "buffers of the outermost module that a program writes are not found",
+                takes=("self, name, value",),
+                concerns=lambda _: _has_buffers.get(),
+            ),
+        ),
+        extension=Extension(around=current_buffers),
     )
 ]

@@ -25,9 +25,10 @@ from torch._dynamo.variables.misc import AutogradFunctionContextVariable
 from hookkit import compat
 from hookkit.engine.joint import transforms
 from hookkit.engine.pytorch.dynamo_graphs import is_once_differentiable, write_no_grad
+from hookkit.mends.mend import Mend
 from hookkit.patch import Patch, around, around_method
 
-__all__ = ["PATCHES", "apply", "compile_graph"]
+__all__ = ["MENDS", "apply", "compile_graph"]
 
 
 def _is_for_thunder() -> bool:
@@ -254,42 +255,193 @@ def _patch(target: str, function: Callable[..., Any], *takes: str, optional: boo
 _FUNCTION = "torch._dynamo.variables.misc:AutogradFunctionVariable"
 _CONTEXT = "torch._dynamo.variables.misc:AutogradFunctionContextVariable"
 _APPLY = "torch._dynamo.variables.higher_order_ops:AutogradFunctionApplyVariable"
-PATCHES = [
-    Patch(
-        "thunder.dynamo.compiler:ThunderCompiler.__call__",
-        around_method(compile_graph),
-        "a transform of torch.func in a program of thunderfx may be lost",
-        takes=("self, gm, sample_args", "self, gm, sample_args, **compile_options"),
-        concerns_thunderfx=True,
+_TOO_MANY = Patch(
+    "torch._dynamo.variables.higher_order_ops:speculate_subgraph",
+    around(speculate_subgraph),
+    "gradients that are too many are dropped",
+    concerns_thunderfx=True,
+)
+GRAPHS = Mend(
+    "transforms of torch.func under thunderfx",
+    "A graph of Dynamo's with a transform of `torch.func` in it, or around it, fails, or loses the transform.",
+    program="""
+f = thunder.dynamo.thunderfx(lambda x: torch.func.grad(lambda y: (y * y).sum())(x))
+print(f(torch.ones(1)).tolist())
+""",
+    stock="",
+    eager="[2.0]",
+    patches=(
+        Patch(
+            "thunder.dynamo.compiler:ThunderCompiler.__call__",
+            around_method(compile_graph),
+            "a transform of torch.func in a program of thunderfx may be lost",
+            takes=("self, gm, sample_args", "self, gm, sample_args, **compile_options"),
+            concerns_thunderfx=True,
+        ),
     ),
-    _patch(f"{_FUNCTION}.call_apply", apply, "self, tx, args, kwargs"),
-    _patch(f"{_CONTEXT}.var_getattr|tp_getattro_impl", read_attribute, "self, tx, name"),
+)
+FUNCTIONS = Mend(
+    "Functions that Dynamo cannot trace",
+    "Dynamo takes a custom Function that the program makes for a global, and fails inside of it; "
+    "and drops `once_differentiable`.",
+    program="""
+def scaled(factor):
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * factor
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 10 * factor
+
+    return Scaled.apply
+
+x = torch.ones(1, requires_grad=True)
+thunder.dynamo.thunderfx(lambda x: scaled(2)(x))(x).sum().backward()
+print(x.grad.tolist())
+""",
+    stock="",
+    eager="[20.0]",
+    patches=(_patch(f"{_FUNCTION}.call_apply", apply, "self, tx, args, kwargs"),),
+)
+CONTEXTS = Mend(
+    "what a Function says to its ctx under thunderfx",
+    "Dynamo makes nothing of `ctx.set_materialize_grads`, and forgets what a forward marks.",
+    program="""
+class Two(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.set_materialize_grads(False)
+        return x * 2, x * 3
+
+    @staticmethod
+    def backward(ctx, first, second):
+        return first * 20 if second is None else second * 30
+
+x = torch.ones(1, requires_grad=True)
+thunder.dynamo.thunderfx(lambda x: Two.apply(x)[0])(x).sum().backward()
+print(x.grad.tolist())
+""",
+    stock="",
+    eager="[20.0]",
+    patches=(_patch(f"{_CONTEXT}.var_getattr|tp_getattro_impl", read_attribute, "self, tx, name"),),
+)
+OUTPUTS = Mend(
+    "what a Function returns under thunderfx",
+    "Dynamo takes a tensor inside of a container that a forward returns for an output, which PyTorch does not.",
+    program="""
+class Both(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2, [x * 3]
+
+    @staticmethod
+    def backward(ctx, first, second):
+        return first * 20
+
+def f(x):
+    first, (second,) = Both.apply(x)
+    return first + second
+
+x = torch.ones(1, requires_grad=True)
+thunder.dynamo.thunderfx(f)(x).sum().backward()
+print(x.grad.tolist())
+""",
+    stock="",
+    eager="[20.0]",
     # Newer PyTorch traces a Function in steps.
-    _patch(
-        f"{_APPLY}.trace_forward_graph", trace_forward_graph, "self, tx, ctx, fwd_tracer, args, kwargs", optional=True
+    patches=(
+        _patch(
+            f"{_APPLY}.trace_forward_graph",
+            trace_forward_graph,
+            "self, tx, ctx, fwd_tracer, args, kwargs",
+            optional=True,
+        ),
     ),
-    _patch(
-        f"{_APPLY}.rewire_bwd_graph_outputs",
-        rewire_bwd_graph_outputs,
-        "self, fwd_freevars, bwd_out, bwd_graph, bwd_freevars, orig_fwd_args",
-        optional=True,
+)
+GRADIENTS = Mend(
+    "gradients that a Function has too many of under thunderfx",
+    "Dynamo drops what a backward returns for an input that is no tensor, where PyTorch raises an error.",
+    program="""
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        return x * factor
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 20, grad
+
+x = torch.ones(1, requires_grad=True)
+thunder.dynamo.thunderfx(lambda x: Scaled.apply(x, 2))(x).sum().backward()
+print(x.grad.tolist())
+""",
+    stock="",
+    eager="RuntimeError: function ScaledBackward returned a gradient different than None at position 2",
+    patches=(
+        _patch(
+            f"{_APPLY}.rewire_bwd_graph_outputs",
+            rewire_bwd_graph_outputs,
+            "self, fwd_freevars, bwd_out, bwd_graph, bwd_freevars, orig_fwd_args",
+            optional=True,
+        ),
+        *([] if compat.dynamo_traces_in_steps() else [_TOO_MANY]),
     ),
-    _patch(
-        "torch._dynamo.variables.tensor:TensorVariable._method_register_hook",
-        register_hook,
-        "self, name, hook",
-        "self, tx, name, hook",
+)
+HOOKS = Mend(
+    "hooks under thunderfx",
+    "A hook on a tensor that has been used misses the gradients of the uses before, or stands at a break of the graph.",
+    program="""
+def f(x):
+    y = x * 2
+    z = y * 3
+    y.register_hook(lambda grad: grad * 10)
+    return z
+
+x = torch.ones(1, requires_grad=True)
+thunder.dynamo.thunderfx(f)(x).sum().backward()
+print(x.grad.tolist())
+""",
+    stock="",
+    eager="[60.0]",
+    patches=(
+        _patch(
+            "torch._dynamo.variables.tensor:TensorVariable._method_register_hook",
+            register_hook,
+            "self, name, hook",
+            "self, tx, name, hook",
+        ),
     ),
-]
-if not compat.dynamo_traces_in_steps():
-    PATCHES += [
+)
+STATE = Mend(
+    "state that a Function writes under thunderfx",
+    "Dynamo forgets what a Function does besides computing, as to a list that was there before.",
+    program="""
+shapes = []
+
+class Noting(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        shapes.append(x.shape)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 20
+
+x = torch.ones(1, requires_grad=True)
+thunder.dynamo.thunderfx(lambda x: Noting.apply(x))(x).sum().backward()
+print(len(shapes), x.grad.tolist())
+""",
+    stock="",
+    eager="1 [20.0]",
+    patches=(
         _patch(
             "torch._dynamo.side_effects:SideEffects.check_allowed_side_effect", check_allowed_side_effect, "self, item"
         ),
-        Patch(
-            "torch._dynamo.variables.higher_order_ops:speculate_subgraph",
-            around(speculate_subgraph),
-            "gradients that are too many are dropped",
-            concerns_thunderfx=True,
-        ),
-    ]
+    ),
+)
+MENDS = [GRAPHS, FUNCTIONS, CONTEXTS, OUTPUTS, GRADIENTS, HOOKS]
+if not compat.dynamo_traces_in_steps():
+    MENDS.append(STATE)

@@ -16,9 +16,10 @@ from thunder.core.interpreter import BINARY_OP, INTERPRETER_SIGNALS, wrap_const
 from thunder.core.proxies import TensorProxy
 
 from hookkit.engine.interpreter import call_log
+from hookkit.mends.mend import Mend
 from hookkit.patch import Patch, around
 
-__all__ = ["PATCHES", "apply_operator", "look_up_global", "unpack_sequence"]
+__all__ = ["MENDS", "apply_operator", "look_up_global", "unpack_sequence"]
 
 _METHODS = {
     BINARY_OP.ADD: "add",
@@ -96,13 +97,27 @@ def unpack_sequence(stock: Callable[..., Any], inst: Any, /, stack: Any, **state
 
 
 _SLOWER = "programs take longer to compile"
-PATCHES = [
-    Patch("thunder.core.interpreter:globals_lookup", around(look_up_global), _SLOWER, takes=("globals_dict, name",)),
-    Patch("thunder.core.interpreter:_binary_op", around(apply_operator), _SLOWER, takes=("stack, op, a, b",)),
-    Patch(
-        "thunder.core.interpreter:_default_opcode_handler_map[UNPACK_SEQUENCE]",
-        around(unpack_sequence),
-        _SLOWER,
-        takes=("inst, stack, **kwargs",),
-    ),
+MENDS = [
+    Mend(
+        "time to interpret a Function",
+        "A global, an operator on a tensor and a tuple taken apart are each interpreted as several lines of Python.",
+        program="",
+        stock="",
+        eager="",
+        patches=(
+            Patch(
+                "thunder.core.interpreter:globals_lookup",
+                around(look_up_global),
+                _SLOWER,
+                takes=("globals_dict, name",),
+            ),
+            Patch("thunder.core.interpreter:_binary_op", around(apply_operator), _SLOWER, takes=("stack, op, a, b",)),
+            Patch(
+                "thunder.core.interpreter:_default_opcode_handler_map[UNPACK_SEQUENCE]",
+                around(unpack_sequence),
+                _SLOWER,
+                takes=("inst, stack, **kwargs",),
+            ),
+        ),
+    )
 ]

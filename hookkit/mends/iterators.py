@@ -14,8 +14,10 @@ from typing import Any
 from thunder.core.interpreter import _interpret_call
 
 from hookkit import compat
+from hookkit.engine.dispatch.extensions import Extension
+from hookkit.mends.mend import Mend
 
-__all__ = ["iterator_lookaside"]
+__all__ = ["MENDS", "iterator_lookaside"]
 
 
 def iterator_lookaside(function: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
@@ -48,3 +50,29 @@ def _starmap(function: Any, iterable: Any) -> Any:
 
 
 _INTERPRETED: dict[type[Any], Callable[..., Any]] = {map: _map, filter: _filter, itertools.starmap: _starmap}
+
+
+MENDS = [
+    Mend(
+        "iterators that call what they are given",
+        "`map`, `filter` and `itertools.starmap` run outside of the interpreter, and what they call with them: a "
+        "custom Function loses its backward.",
+        program="""
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 20
+
+x = torch.ones(1, requires_grad=True)
+thunder.jit(lambda x: sum(map(Double.apply, [x, x])))(x).sum().backward()
+print(x.grad.tolist())
+""",
+        stock="[4.0]",
+        eager="[40.0]",
+        extension=Extension(after_rules=iterator_lookaside),
+    )
+]

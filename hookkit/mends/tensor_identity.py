@@ -18,14 +18,16 @@ from thunder.core.interpreter import get_interpreterruntimectx, unwrap, wrap_con
 from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx
 
+from hookkit.engine.dispatch.extensions import Extension
 from hookkit.engine.interpreter import cache_guards
 from hookkit.engine.interpreter.attempt import raise_in_program
 from hookkit.engine.interpreter.reasons import user_source
 from hookkit.engine.trace import gradflow
 from hookkit.errors import HookError
+from hookkit.mends.mend import Mend
 from hookkit.patch import Patch, around
 
-__all__ = ["PATCHES", "forget", "is_same", "lookaside", "note", "referent"]
+__all__ = ["MENDS", "forget", "is_same", "lookaside", "note"]
 
 # for each name of a proxy that stands for a tensor which was there before: the tensor, and the wrapped proxy
 _inputs: weakref.WeakKeyDictionary[TraceCtx, dict[str, tuple[torch.Tensor, Any]]] = weakref.WeakKeyDictionary()
@@ -48,6 +50,8 @@ def lookaside(function: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None
         function: what the program calls.
         args: the wrapped arguments.
     """
+    if isinstance(function, weakref.ref):
+        return _referent(function)
     if not args or not isinstance(args[0].value, TensorProxy) or _is_thunders_own():
         return None
     try:
@@ -167,22 +171,19 @@ def _has_aliases(trace: TraceCtx) -> bool:
     return len(set(tensors)) < len(tensors)
 
 
-def referent(reference: weakref.ref[Any]) -> Any:
+def _referent(reference: weakref.ref[Any]) -> Callable[..., Any] | None:
     """What a weak reference to a tensor gives a program: the tensor, if the program has come to it in another way.
 
     The prologue cannot follow a weak reference. A module of ``torch.nn`` (``RNNBase._weights_have_changed``) compares
     what it leads to with its parameters.
-
-    Returns:
-        The wrapped tensor, or None if the reference is to something else.
     """
     tensor = reference()
     if not isinstance(tensor, torch.Tensor) or isinstance(tensor, TensorProxy):
         return None
     for held, wrapped in _inputs.get(_trace(), {}).values():
         if held is tensor:
-            return wrapped
-    return raise_in_program(
+            return lambda: wrapped
+    return _raising(
         HookError(
             f"the program comes to a tensor by a weak reference (at {user_source()}), which a compiled program cannot "
             "follow. Let it read the tensor from an attribute, or take it as an argument."
@@ -190,12 +191,35 @@ def referent(reference: weakref.ref[Any]) -> Any:
     )
 
 
-PATCHES = [
-    Patch(
-        "thunder.core.interpreter:_default_opcode_handler_map[IS_OP]",
-        around(is_same),
-        "of a tensor that a program comes to by two ways, the two are not the same object",
-        takes=("inst, stack, **kwargs",),
-        concerns=_has_aliases,
-    )
+MENDS = [
+    Mend(
+        "which tensor it is",
+        "A tensor that a program comes to by two ways is two objects.",
+        program="""
+x = torch.ones(1)
+print(thunder.jit(lambda x, y: x * (2 if x is y else 3))(x, x).tolist())
+""",
+        stock="[3.0]",
+        eager="[2.0]",
+        patches=(
+            Patch(
+                "thunder.core.interpreter:_default_opcode_handler_map[IS_OP]",
+                around(is_same),
+                "of a tensor that a program comes to by two ways, the two are not the same object",
+                takes=("inst, stack, **kwargs",),
+                concerns=_has_aliases,
+            ),
+        ),
+    ),
+    Mend(
+        "of which class a tensor is",
+        "The class of a tensor in a program is that of thunder's stand-in, and a weak reference to a tensor, as in "
+        "`torch.nn.LSTM`, is an error.",
+        program="""
+print(thunder.jit(lambda x: x * (2 if type(x) is torch.Tensor else 3))(torch.ones(1)).tolist())
+""",
+        stock="[3.0]",
+        eager="[2.0]",
+        extension=Extension(before_rules=lookaside, finished=forget),
+    ),
 ]

@@ -13,9 +13,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from thunder.core.compile_data import get_compile_data
+
+from hookkit.engine.dispatch.extensions import Extension
+from hookkit.mends.mend import Mend
 from hookkit.patch import Patch
 
-__all__ = ["AUTOCAST_REGIONS", "GRAD_MODE", "PATCHES", "PerThread", "one_at_a_time"]
+__all__ = ["AUTOCAST_REGIONS", "GRAD_MODE", "MENDS", "PerThread", "one_at_a_time"]
 
 
 class PerThread:
@@ -56,29 +60,70 @@ _locks: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDiction
 
 
 @contextmanager
-def one_at_a_time(compile_data: Any) -> Iterator[None]:
+def one_at_a_time(program: Any) -> Iterator[None]:
     """The time in which a program is traced; another thread that traces it waits."""
+    compile_data = get_compile_data()
     with _lock:
         lock = _locks.setdefault(compile_data, threading.RLock())
     with lock:
         yield
 
 
-PATCHES = [
-    Patch(
-        "thunder.common:CompileData.is_grad_enabled",
-        lambda _: GRAD_MODE,
-        "threads that run one program share its grad mode",
-        adds=True,
-        set_by="__init__",
-        needed=True,
-    ),
-    Patch(
-        "thunder.core.utils:AutocastStack.stack",
-        lambda _: AUTOCAST_REGIONS,
-        "threads that run one program share its autocast regions",
-        adds=True,
-        set_by="__init__",
-        needed=True,
-    ),
+MENDS = [
+    Mend(
+        "threads that run one program",
+        "Grad mode and the regions of autocast, while a program is traced, are shared by all threads that trace it.",
+        program="""
+import _thread
+import threading
+
+inside, others_turn = _thread.allocate_lock(), _thread.allocate_lock()
+inside.acquire()
+others_turn.acquire()
+
+@thunder.jit
+def f(x, waits):
+    with torch.no_grad():
+        if waits:
+            inside.release()
+            others_turn.acquire(True, 0.5)
+        return x * 2
+
+def other():
+    f(x, False)
+    others_turn.release()
+
+x = torch.ones(1, requires_grad=True)
+results = []
+first = threading.Thread(target=lambda: results.append(f(x, True)))
+first.start()
+inside.acquire()
+second = threading.Thread(target=other)
+second.start()
+first.join()
+second.join()
+print(results[0].requires_grad)
+""",
+        stock="True",
+        eager="False",
+        patches=(
+            Patch(
+                "thunder.common:CompileData.is_grad_enabled",
+                lambda _: GRAD_MODE,
+                "threads that run one program share its grad mode",
+                adds=True,
+                set_by="__init__",
+                needed=True,
+            ),
+            Patch(
+                "thunder.core.utils:AutocastStack.stack",
+                lambda _: AUTOCAST_REGIONS,
+                "threads that run one program share its autocast regions",
+                adds=True,
+                set_by="__init__",
+                needed=True,
+            ),
+        ),
+        extension=Extension(around=one_at_a_time),
+    )
 ]

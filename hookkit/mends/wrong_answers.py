@@ -9,22 +9,25 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from numbers import Number
 from typing import Any
 
 import torch
 from thunder.core.devices import cpu
 from thunder.core.dtypes import to_torch_dtype
-from thunder.core.interpreter import PseudoInst
+from thunder.core.interpreter import PseudoInst, _interpret_call, interpreter_needs_wrap
 from thunder.core.proxies import NumberProxy, TensorProxy
 
+from hookkit.engine.dispatch.extensions import Extension
 from hookkit.engine.opaque.opaque_calls import record_constant
 from hookkit.mends import tensor_identity
+from hookkit.mends.mend import Mend
 from hookkit.patch import Patch, around, around_method
 
 __all__ = [
     "DECISIONS",
-    "PATCHES",
+    "MENDS",
     "bind",
     "broadcast",
     "compare",
@@ -182,63 +185,206 @@ def _mixes_ranks(trace: Any) -> bool:
     return any(0 in found and len(found) > 1 for found in ranks)
 
 
-PATCHES = [
-    Patch(
-        "thunder.core.symbol:Symbol.bind",
-        around_method(bind),
-        "a list that the program changes after an operation took it is read as it is later",
-        takes=("self, *args, output, subsymbols, _call_ctx, **kwargs",),
-        concerns=_records_lists,
+MENDS = [
+    Mend(
+        "lists that change",
+        "An operation is recorded with the list that it was given itself, so that the program changes it afterwards.",
+        program="""
+def f(x):
+    parts = [x, x * 2]
+    joined = torch.cat(parts)
+    parts.reverse()
+    return joined * 2
+
+print(thunder.jit(f)(torch.ones(1)).tolist())
+""",
+        stock="[4.0, 2.0]",
+        eager="[2.0, 4.0]",
+        patches=(
+            Patch(
+                "thunder.core.symbol:Symbol.bind",
+                around_method(bind),
+                "a list that the program changes after an operation took it is read as it is later",
+                takes=("self, *args, output, subsymbols, _call_ctx, **kwargs",),
+                concerns=_records_lists,
+            ),
+        ),
     ),
-    Patch(
-        "thunder.core.interpreter:MappingKeysView.__len__",
-        lambda _: keys_count,
-        "len(d.keys()) of a dict in a program is an error",
-        adds=True,
+    Mend(
+        "the number of keys",
+        "What `d.keys()` of a dict in a program returns has no length.",
+        program="""
+print(thunder.jit(lambda d: d["x"] * len(d.keys()))({"x": torch.ones(1)}).tolist())
+""",
+        stock="TypeError: object of type 'MappingKeysView' has no len()",
+        eager="[1.0]",
+        patches=(
+            Patch(
+                "thunder.core.interpreter:MappingKeysView.__len__",
+                lambda _: keys_count,
+                "len(d.keys()) of a dict in a program is an error",
+                adds=True,
+            ),
+        ),
     ),
-    *(
-        Patch(
-            f"thunder.core.proxies:TensorProxy.{name}",
-            around_method(compare),
-            "a tensor cannot be compared with what is none, as in x == None",
-            takes=("self, other",),
-        )
-        for name in ("__eq__", "__ne__")
+    Mend(
+        "a tensor compared with None",
+        "`x == None` and `x != None` are operations on tensors, and fail.",
+        program="""
+print(thunder.jit(lambda x: x * (2 if x == None else 3))(torch.ones(1)).tolist())
+""",
+        stock="ValueError: None had an unexpected type <class 'NoneType'>",
+        eager="[3.0]",
+        patches=tuple(
+            Patch(
+                f"thunder.core.proxies:TensorProxy.{name}",
+                around_method(compare),
+                "a tensor cannot be compared with what is none, as in x == None",
+                takes=("self, other",),
+            )
+            for name in ("__eq__", "__ne__")
+        ),
     ),
-    *(
-        Patch(
-            f"thunder.core.proxies:NumberProxy.{name}",
-            around_method(of_known_value),
-            "a number that a tensor holds is taken for false where the program branches on it",
-            takes=("self",) if name == "__bool__" else ("self, other",),
-            concerns=_knows_no_value,
-        )
-        for name in DECISIONS
+    Mend(
+        "numbers that only the run knows",
+        "A number that a tensor holds has no value while a program is traced, and every comparison with it is false.",
+        program="""
+def f(x):
+    return x * 2 if x.sum().item() > 0 else x
+
+print(thunder.jit(f)(torch.ones(1)).tolist())
+""",
+        stock="[1.0]",
+        eager="[2.0]",
+        refused="NotImplementedError",
+        patches=tuple(
+            Patch(
+                f"thunder.core.proxies:NumberProxy.{name}",
+                around_method(of_known_value),
+                "a number that a tensor holds is taken for false where the program branches on it",
+                takes=("self",) if name == "__bool__" else ("self, other",),
+                concerns=_knows_no_value,
+            )
+            for name in DECISIONS
+        ),
     ),
-    Patch(
-        "thunder.core.codeutils:prettyprint",
-        around(printed),
-        "a trace that holds a named tuple of torch's cannot be executed",
-        takes=("x, with_type, literals_allowed, literals_as_underscores, _quote_markers",),
+    Mend(
+        "named results in a trace",
+        "A result such as that of `torch.sort` is a plain tuple in a program, without the names that PyTorch gives it.",
+        program="""
+print(thunder.jit(torch.sort)(torch.tensor([2.0, 1.0])).values.tolist())
+""",
+        stock="AttributeError: 'tuple' object has no attribute 'values'",
+        eager="[1.0, 2.0]",
+        patches=(
+            Patch(
+                "thunder.core.codeutils:prettyprint",
+                around(printed),
+                "a trace that holds a named tuple of torch's cannot be executed",
+                takes=("x, with_type, literals_allowed, literals_as_underscores, _quote_markers",),
+            ),
+        ),
     ),
-    Patch(
-        "thunder.clang:maybe_broadcast",
-        around(broadcast),
-        "the gradient of a tensor without dimensions that meets one with some is wrong",
-        takes=("*args, treat_cpu_scalar_tensors_as_numbers, expand_fn",),
-        concerns=_mixes_ranks,
+    Mend(
+        "tensors without dimensions",
+        "On the CPU a tensor without dimensions is not broadcast, and gets the gradient of the result, not its sum.",
+        program="""
+x = torch.tensor([1.0, 2.0], requires_grad=True)
+thunder.jit(lambda x: x.sum() * x)(x).sum().backward()
+print(x.grad.tolist())
+""",
+        stock="[4.0, 5.0]",
+        eager="[6.0, 6.0]",
+        patches=(
+            Patch(
+                "thunder.clang:maybe_broadcast",
+                around(broadcast),
+                "the gradient of a tensor without dimensions that meets one with some is wrong",
+                takes=("*args, treat_cpu_scalar_tensors_as_numbers, expand_fn",),
+                concerns=_mixes_ranks,
+            ),
+        ),
     ),
-    Patch(
-        "thunder.core.jit_ext:JitCtx.proxify",
-        around_method(proxify),
-        "named tuples of tensors, and tensors that are constants of a program, are errors",
-        takes=("self, value",),
+    Mend(
+        "tensors that are constants of a program",
+        "A tensor that a program comes to as a constant, as by an argument's default, cannot be unpacked; nor can a "
+        "named tuple of tensors be made.",
+        program="""
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, scale=torch.tensor(2.0)):
+        return x * scale
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 20
+
+x = torch.ones(1, requires_grad=True)
+thunder.jit(lambda x: Scaled.apply(x))(x).sum().backward()
+print(x.grad.tolist())
+""",
+        stock="KeyError: 't1'",
+        eager="[20.0]",
+        patches=(
+            Patch(
+                "thunder.core.jit_ext:JitCtx.proxify",
+                around_method(proxify),
+                "named tuples of tensors, and tensors that are constants of a program, are errors",
+                takes=("self, value",),
+            ),
+        ),
     ),
-    Patch(
-        "thunder.dynamo.splitter:get_nodes_in_unsupported_ctx_regions",
-        around(unsupported_nodes),
-        "a hook on a tensor that the program makes is lost",
-        takes=("gm",),
-        concerns_thunderfx=True,
+    Mend(
+        "a dtype as torch names it",
+        "`x.dtype` of a tensor in a program is a dtype of thunder's, which is not equal to torch's.",
+        program="""
+print(thunder.jit(lambda x: x * (2 if x.dtype in (torch.float32,) else 3))(torch.ones(1)).tolist())
+""",
+        stock="[3.0]",
+        eager="[2.0]",
+        extension=Extension(answers={TensorProxy.dtype.fget: interpreter_needs_wrap(torch_dtype)}),
+    ),
+    Mend(
+        "inference mode",
+        "`torch.inference_mode` in a program is switched on for the tracing, and what is in it is differentiated.",
+        program="""
+@thunder.jit
+def f(x):
+    with torch.inference_mode():
+        y = x * 2
+    return x + y
+
+x = torch.ones(1, requires_grad=True)
+f(x).sum().backward()
+print(x.grad.tolist())
+""",
+        stock="[3.0]",
+        eager="[1.0]",
+        extension=Extension(answers={torch.inference_mode: partial(_interpret_call, inference_mode)}),
+    ),
+    Mend(
+        "hooks where thunderfx splits a graph",
+        "`thunderfx` splits one of Dynamo's graphs at a hook on a tensor, and the hook is lost between the parts.",
+        program="""
+def f(x):
+    y = x * 2
+    y.register_hook(lambda grad: grad * 10)
+    return y * 3
+
+x = torch.ones(1, requires_grad=True)
+thunder.dynamo.thunderfx(f)(x).sum().backward()
+print(x.grad.tolist())
+""",
+        stock="",
+        eager="[60.0]",
+        patches=(
+            Patch(
+                "thunder.dynamo.splitter:get_nodes_in_unsupported_ctx_regions",
+                around(unsupported_nodes),
+                "a hook on a tensor that the program makes is lost",
+                takes=("gm",),
+                concerns_thunderfx=True,
+            ),
+        ),
     ),
 ]

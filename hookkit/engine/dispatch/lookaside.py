@@ -6,7 +6,6 @@ Also what thunder's record of a compiled program's dependencies holds, and what 
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,7 +18,7 @@ from thunder.core.proxies import TensorProxy
 from torch.fx.graph_module import _WrappedCall
 
 from hookkit import compat
-from hookkit.engine.dispatch import missing_operations
+from hookkit.engine.dispatch import extensions, missing_operations
 from hookkit.engine.dispatch.takeover import lookaside_for
 from hookkit.engine.dispatch.tensor_methods import attribute_lookup, fallback_of, method_lookup, torch_callee
 from hookkit.engine.interpreter import cache_guards
@@ -27,9 +26,6 @@ from hookkit.engine.interpreter.side_effects import note_called
 from hookkit.engine.joint import differentiation
 from hookkit.engine.trace import gradflow, in_place_check, recomputation
 from hookkit.engine.trace.composite import export_leaks
-from hookkit.mends import tensor_identity, wrong_answers
-from hookkit.mends.iterators import iterator_lookaside
-from hookkit.mends.partials import partial_lookaside
 from hookkit.patch import Patch, around, refuse_if_concerned
 from hookkit.registry import registry
 from hookkit.residuals import mark, recompute, save
@@ -70,7 +66,7 @@ def _cache_info(stock: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, A
 def _inputs_and_intermediates(stock: Callable[..., Any], trace: Any) -> Any:
     """What thunder asks of a finished trace; by now it is known what composites must return."""
     refuse_if_concerned(trace)
-    tensor_identity.forget(trace)
+    extensions.finish(trace)
     export_leaks(trace)
     in_place_check.check(trace)
     differentiation.check_undefined(trace)
@@ -81,20 +77,18 @@ def _lookaside(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Thunder's way of finding what replaces a call, with the rules asked first."""
     answers: dict[Any, Any] = {torch.is_grad_enabled: interpreter_needs_wrap(_is_grad_enabled)}
     answers[TensorProxy.requires_grad.fget] = interpreter_needs_wrap(_requires_grad)
-    answers[TensorProxy.dtype.fget] = interpreter_needs_wrap(wrong_answers.torch_dtype)
     native = {f: interpreter_needs_wrap(f) for f in (save, mark)}
     answers.update(native)
     answers[recompute] = recomputation.recompute
-    answers[torch.inference_mode] = partial(interpreter._interpret_call, wrong_answers.inference_mode)
 
     def general_jit_lookaside(fn: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            answer = answers.get(fn)
+            answer = answers.get(fn) or extensions.answer(fn)
         except TypeError:
             answer = None
         if answer is not None:
             return answer
-        if (found := tensor_identity.lookaside(fn, args)) is not None:
+        if (found := extensions.before_rules(fn, args)) is not None:
             return found
         if fn is TensorProxy.grad.fget:
             return lookaside_for(_tensor_grad.__get__, None, args, {}) or stock(fn, *args)
@@ -114,7 +108,7 @@ def _lookaside(stock: Callable[..., Any]) -> Callable[..., Any]:
             return partial(_of_tensor, taken) if taken is not None else stock(fn, *args, **kwargs)
         callee = torch_callee(fn)
         found = lookaside_for(callee, None, args, kwargs, unsupported=missing_operations.lacking(fn, callee))
-        found = found or method_lookup(fn, args) or iterator_lookaside(fn, args) or partial_lookaside(fn)
+        found = found or method_lookup(fn, args) or extensions.after_rules(fn, args)
         if found is not None:
             return found
         found = missing_operations.or_opaque(fallback_of(fn) or stock(fn, *args, **kwargs), callee)
@@ -140,8 +134,6 @@ def _dispatch(
     if compat.is_optimized(callee):  # Dynamo would compile the interpreter
         fn = interpreter._interpret_call(getattr, fn, interpreter.wrap_const("_torchdynamo_orig_callable"))
         return stock(compilectx, runtimectx, fn, *args, **kwargs)
-    if isinstance(callee, weakref.ref) and (tensor := tensor_identity.referent(callee)) is not None:
-        return tensor
     if callee is _function_apply and args:  # unbound already, by the interpreter's LOAD_METHOD
         owner, args = args[0], args[1:]
         callee = owner.value.apply

@@ -15,6 +15,7 @@ from thunder.core.interpreter import InterpreterError, _interpret_call, unwrap, 
 from thunder.core.jit_ext import get_jit_ctx
 
 from hookkit.call import Call
+from hookkit.engine.dispatch import extensions
 from hookkit.engine.interpreter import cache_guards, call_log, guards
 from hookkit.engine.interpreter.attempt import Raised, add_note, raise_in_program
 from hookkit.engine.interpreter.call_view import shows
@@ -28,8 +29,6 @@ from hookkit.engine.traced.traced_call import Invocation, bind_call, trace_call
 from hookkit.engine.values.binding import Bound
 from hookkit.engine.values.wrapping import unwrap_arguments
 from hookkit.errors import HookError, UntraceableError
-from hookkit.mends.buffers import current_buffers
-from hookkit.mends.threads import one_at_a_time
 from hookkit.modes import ModeInForce, mode_in_force
 from hookkit.patch import Patch, around
 from hookkit.registry import registry
@@ -108,7 +107,7 @@ def trace_program(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     while True:
         token = _untraceable.set(untraceable)
         try:
-            with one_at_a_time(get_compile_data()), cache_guards.tracing(*args[:3]), current_buffers(args[0]):
+            with extensions.around_tracing(args[0]), cache_guards.tracing(*args[:3]):
                 return stock(*args, **kwargs)
         except InterpreterError as error:
             if isinstance(error.__cause__, Exception):

@@ -1,0 +1,125 @@
+"""hookkit.mends: each has a program that shows thunder's fault; the framework works without all of them."""
+
+import contextlib
+import io
+import linecache
+import os
+import subprocess
+import sys
+import types
+
+import pytest
+import thunder
+import thunder.dynamo
+import torch
+
+import hookkit
+from hookkit import plugin
+from hookkit.engine.dispatch import extensions
+
+MENDS = plugin.mends()
+SHOWN = [pytest.param(mend, id=mend.name) for mend in MENDS if mend.program]
+NAME = "program_of_a_mend"
+EAGER = types.SimpleNamespace(jit=lambda f: f, dynamo=types.SimpleNamespace(thunderfx=lambda f: f))
+
+
+def outcome(mend, of_thunder):
+    """What the program of a mend prints, or the error that it raises."""
+    module = types.ModuleType(NAME)
+    vars(module).update(torch=torch, thunder=of_thunder)
+    torch._dynamo.reset()
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        # thunder looks up classes in their modules, and lines of code in linecache
+        monkeypatch.setitem(sys.modules, NAME, module)
+        monkeypatch.setitem(linecache.cache, NAME, (1, None, mend.program.splitlines(keepends=True), NAME))
+        try:
+            with contextlib.redirect_stdout(printed):
+                exec(compile(mend.program, NAME, "exec"), vars(module))
+        except Exception as error:
+            found = innermost(error)
+            return f"{type(found).__name__}: {found}"
+    return printed.getvalue().strip()
+
+
+def innermost(error):
+    """The error of the program, in those that thunder's interpreter and Dynamo make of it."""
+    while (cause := error.__cause__ or getattr(error, "inner_exception", None)) is not None:
+        error = cause
+    return error
+
+
+@pytest.mark.filterwarnings("ignore")  # of thunder's, among them that it falls back
+@pytest.mark.parametrize("mend", SHOWN)
+def test_thunder_alone_has_the_fault_and_with_hookkit_it_is_mended(mend):
+    assert outcome(mend, EAGER).startswith(mend.eager)
+    hookkit.disable()
+    alone = outcome(mend, thunder)
+    if not mend.patches or any(
+        patch.is_wanted() for patch in mend.patches
+    ):  # or there is nothing to mend in this torch
+        assert alone.startswith(mend.stock)
+        assert not alone.startswith(mend.eager)
+    hookkit.enable()
+    assert outcome(mend, thunder).startswith(mend.refused or mend.eager)
+
+
+def test_each_mend_has_a_name_of_its_own_and_does_something():
+    assert len({mend.name for mend in MENDS}) == len(MENDS)
+    assert all(mend.patches or mend.extension or mend.rules for mend in MENDS)
+
+
+def test_extensions_are_there_while_hookkit_is_enabled_and_are_taken_out():
+    installed = [mend.extension for mend in plugin._mends() if mend.extension is not None]
+    assert extensions._in_force == installed
+    assert extensions._answers.keys() == {callee for extension in installed for callee in extension.answers}
+    hookkit.disable()
+    assert extensions._in_force == [] and extensions._answers == {}
+    hookkit.enable(mends=False)
+    assert extensions._in_force == []
+    hookkit.enable()
+    assert extensions._in_force == []
+    hookkit.enable(mends=True)
+    assert extensions._in_force == installed
+
+
+def test_without_mends_their_patches_and_rules_are_not_in_force():
+    of_mends = {rule.name for rule in hookkit.rules() if rule.is_mend}
+    targets = {str(patch) for mend in plugin._mends() for patch in mend.patches}
+    assert {"relu", "sigmoid"} <= of_mends
+    try:
+        hookkit.enable(mends=False)
+        assert of_mends.isdisjoint(rule.name for rule in hookkit.rules())
+        assert {str(installed.patch) for installed in plugin._installed}.isdisjoint(targets)
+    finally:
+        hookkit.enable(mends=True)
+    assert of_mends <= {rule.name for rule in hookkit.rules()}
+
+
+def test_a_program_is_compiled_again_when_mends_come_or_go():
+    nan = torch.tensor([float("nan")], requires_grad=True)
+    compiled = thunder.jit(lambda x: torch.relu(x))
+    try:
+        found = [compiled(nan).isnan().item()]
+        hookkit.enable(mends=False)
+        found.append(compiled(nan).isnan().item())
+    finally:
+        hookkit.enable(mends=True)
+    assert [*found, compiled(nan).isnan().item()] == [True, False, True]
+
+
+# Tests of the framework that no fault of thunder's keeps from passing.
+FRAMEWORK = [
+    "tests/test_rule.py",
+    "tests/test_replay.py",
+    "tests/test_residuals.py",
+]
+
+
+WITHOUT = {**os.environ, "HOOKKIT_MENDS": "0"}
+
+
+def test_the_framework_works_without_mends(request):
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *FRAMEWORK]
+    done = subprocess.run(command, cwd=request.config.rootpath, capture_output=True, text=True, env=WITHOUT)
+    assert done.returncode == 0, done.stdout
