@@ -23,6 +23,7 @@ extensions = [
     "sphinx_copybutton",
     "check_site",
     "contract_table",
+    "diagrams",
     "operations_table",
     "plain_markdown",
     "printed",

@@ -3,6 +3,7 @@
 import contextlib
 import doctest
 import io
+import json
 import linecache
 import os
 import re
@@ -128,6 +129,16 @@ def test_the_table_of_outcomes_counts_the_programs_of_the_contract():
     assert all(sum(int(row.split("|")[way]) for row in rows.values()) == count for way in (0, 1))
     found = len(cases.contract_of(ROOT).CASES)
     assert 0.8 * found <= count <= found, "run make cases, and write its counts into README.md"
+
+
+def test_the_table_of_times_is_that_of_the_benchmark():
+    measured = {row["n"]: row for row in json.loads((ROOT / "docs/compile_times.json").read_text())["applications"]}
+    rows = re.findall(r"^\| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", README, re.MULTILINE)
+    assert len(rows) == 4
+    for n, *ratios in rows:
+        found = measured[int(n)]
+        names = ("custom/plain", "stock/custom", "aot_eager/custom")
+        assert [float(r) for r in ratios] == pytest.approx([found[name] for name in names], rel=0.06)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 The Python blocks of a page that stand before the directive are run in order, in one namespace, as the tests run them;
 what the last of them printed is put in the directive's place. Output that is shown and not compared (a trace, say) is
-so never out of date.
+so never out of date. With ``:svg:`` it is a picture.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class Printed(SphinxDirective):
         "language": directives.unchanged,
         "from": directives.unchanged,
         "until": directives.unchanged,
+        "svg": directives.flag,
     }
 
     def run(self) -> list[nodes.Node]:
@@ -39,6 +40,8 @@ class Printed(SphinxDirective):
             text = text[text.index(self.options["from"]) :]
         if "until" in self.options:
             text = text[: text.index(self.options["until"])].rstrip()
+        if "svg" in self.options:
+            return [nodes.raw("", f'<div class="picture wide">{text}</div>', format="html")]
         block = nodes.literal_block(text, text, language=self.options.get("language", "text"))
         return [block]
 

@@ -1,6 +1,6 @@
 """Tables that fit a narrow screen: each cell carries the heading of its column, which the style sheet shows there.
 
-A table of three columns and more is shown as a list of its rows where the screen is narrow (``site.css``).
+A table of three columns and more that is wide is shown as a list of its rows where the screen is narrow (``site.css``).
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.writers.html5 import HTML5Translator
 
+NARROW = 48  # what a screen of 400 pixels has room for, in characters
+
 
 def visit_table(writer: HTML5Translator, node: nodes.table) -> None:
-    """Begin a table; one of several columns is marked."""
-    if len(next(iter(node.findall(nodes.row))).children) > 2:
+    """Begin a table; one of several columns with long texts is marked."""
+    columns = list(zip(*(row.children for row in node.findall(nodes.row)), strict=True))
+    if len(columns) > 2 and sum(max(len(cell.astext()) for cell in column) for column in columns) > NARROW:
         node["classes"].append("stacked")
     HTML5Translator.visit_table(writer, node)
 
