@@ -42,6 +42,7 @@ FRAMEWORK: dict[str, dict[str, Any]] = {
     "hookkit.engine.joint.transforms": _ALL,
     "hookkit.engine.interpreter.cache_guards": _ALL,
     "hookkit.engine.opaque.opaque_calls": _ALL,
+    "hookkit.engine.dispatch.splits": {"lost": "thunderfx splits graphs at calls of rules", "concerns_thunderfx": True},
 }
 # The modules that declare mends, in `MENDS`.
 MENDS: dict[str, dict[str, Any]] = {

@@ -370,6 +370,13 @@ class Registry:
                 pass  # an unhashable callable is not in the table
         return bool(tables.predicates) and is_asked_about(callable_)
 
+    def named(self, callable_: Any) -> list[Rule[..., Any]]:
+        """The rules that have a callable itself for a target, whether or not they would take a call of it."""
+        try:
+            return [rule for _, rule, _ in self.current().by_callable.get(callable_, ())]
+        except TypeError:  # an unhashable callable is not in the table
+            return []
+
     def candidates(self, call: Call) -> Iterator[Candidate]:
         """The rules that a call could be given to, best first; those that decline say why.
 

@@ -14,6 +14,7 @@ from typing import Any
 import attrs
 
 from hookkit.call import Source
+from hookkit.engine.dispatch.graphs import Graph, graphs_of
 from hookkit.engine.dispatch.inspection import CompiledCall, CompiledStep, acquire, compiled_steps, with_depth
 from hookkit.engine.interpreter.call_log import CallRecord
 from hookkit.errors import HookError
@@ -194,6 +195,7 @@ class Report:
 
     Attributes:
         steps: what the compiled function ran last; ``thunderfx`` has one step for each of its graphs.
+        graphs: for each of the graphs of ``thunderfx`` which operations went to thunder and which elsewhere, and why.
 
     Example:
         >>> import hookkit, thunder, torch
@@ -209,6 +211,7 @@ class Report:
     """
 
     steps: tuple[CompiledStep, ...]
+    graphs: tuple[Graph, ...] = ()
 
     @property
     def calls(self) -> tuple[CompiledCall, ...]:
@@ -229,16 +232,26 @@ class Report:
             widths = [max(len(row[i]) for row in table) for i in range(len(header))]
             lines += ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in table]
         lines += dict.fromkeys(f"{call.name} is opaque: {call.reason}" for call in calls if call.reason)
+        lines += self._graph_lines()
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         header = ("call", "rule", "where", "how", "forward", "backward", "saved", "replayed", "why")
         rows = [(*_row(call), call.reason) for call in self.calls]
-        return _html_table(header, rows, [f"{_size(self.saved_bytes)} saved for backward in all"]) + self.to_svg()
+        notes = [f"{_size(self.saved_bytes)} saved for backward in all", *self._graph_lines()]
+        return _html_table(header, rows, notes) + self.to_svg()
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain Python values, ready for JSON."""
-        return {"calls": [_plain(call) for call in self.calls], "saved_bytes": self.saved_bytes}
+        graphs = [attrs.asdict(graph, retain_collection_types=False) for graph in self.graphs]
+        return {"calls": [_plain(call) for call in self.calls], "saved_bytes": self.saved_bytes, "graphs": graphs}
+
+    def _graph_lines(self) -> list[str]:
+        lines = []
+        for number, graph in enumerate(self.graphs):
+            lines.append(f"graph {number} of Dynamo's: operations {graph}")
+            lines += [f"  not in thunder: {reason}" for reason in graph.reasons]
+        return lines
 
     def to_svg(self) -> str:
         """A picture of the compiled step in which the calls that rules took stand out.
@@ -259,7 +272,8 @@ def report(jitted: Any) -> Report:
 
     Returns:
         Each call that a rule took, with the rule, the user's file and line, traced or opaque and why, the number of
-        operations in its forward and backward, the bytes it keeps for its backward, and how often it was replayed.
+        operations in its forward and backward, the bytes it keeps for its backward, and how often it was replayed; of
+        ``thunderfx`` also which operations of each of Dynamo's graphs went to thunder and which elsewhere, and why.
 
     Raises:
         HookError: if it is something else, or was not called yet.
@@ -279,7 +293,7 @@ def report(jitted: Any) -> Report:
         >>> [(call.name, call.rule, call.outcome) for call in hookkit.report(jitted).calls]
         [('Double', 'autograd_function', 'traced')]
     """
-    return Report(tuple(compiled_steps(jitted)))
+    return Report(tuple(compiled_steps(jitted)), graphs_of(jitted))
 
 
 def _row(call: CompiledCall) -> tuple[str, ...]:

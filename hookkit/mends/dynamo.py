@@ -23,6 +23,7 @@ from torch._dynamo.variables.lists import BaseListVariable
 from torch._dynamo.variables.misc import AutogradFunctionContextVariable
 
 from hookkit import compat
+from hookkit.engine.dispatch.graphs import left_to_pytorch, operations_of
 from hookkit.engine.joint import transforms
 from hookkit.engine.pytorch.dynamo_graphs import is_once_differentiable, write_no_grad
 from hookkit.mends.mend import Mend
@@ -46,6 +47,9 @@ def compile_graph(compiler: Any, stock: Callable[..., Any], graph: Any, sample_a
     lose, and so would inductor, to which ``thunderfx`` gives what thunder does not support.
     """
     if transforms.active() or any(_is_of_transform(n.target) for n in graph.graph.nodes):
+        reason = "a transform of torch.func, or forward-mode differentiation, is in it or around it"
+        left = left_to_pytorch.setdefault(compiler, [])
+        left.append((len(compiler.subgraph_infos), operations_of(graph), reason))
         return graph.forward
     return stock(compiler, graph, sample_args, **options)
 

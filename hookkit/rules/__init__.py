@@ -5,6 +5,7 @@ from hookkit.rules import (
     autograd_function_apply,
     checkpoint,
     custom_operators,
+    higher_order,
     operations,
     refusals,
 )
@@ -14,6 +15,7 @@ __all__ = [
     "autograd_function_apply",
     "checkpoint",
     "custom_operators",
+    "higher_order",
     "operations",
     "refusals",
 ]

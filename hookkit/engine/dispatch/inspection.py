@@ -16,6 +16,7 @@ from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
 
 from hookkit.call import Source
+from hookkit.engine.dispatch.graphs import graphs_of
 from hookkit.engine.interpreter.call_log import CallRecord, MissedForm, tracings_of, want_all_candidates
 from hookkit.engine.opaque.operator import OpaqueCall
 from hookkit.engine.trace.composite import Composite
@@ -139,7 +140,7 @@ def compiled_steps(jitted: Any) -> list[CompiledStep]:
     backend = getattr(jitted, "_backend", None)
     if backend is not None and hasattr(backend, "subgraph_infos"):
         parts = [f for info in backend.subgraph_infos for f in info.thunder_compiled_fns or ()]
-        if backend.subgraph_infos and not parts:  # all of it went to inductor
+        if graphs_of(jitted) and not parts:  # thunder got none of it
             return []
     else:
         parts = [jitted]
@@ -150,7 +151,8 @@ def compiled_steps(jitted: Any) -> list[CompiledStep]:
         )
     steps = [_compiled_step(s) for s in stats if s.last_traces]
     if not steps:
-        raise HookError("nothing is compiled yet: call the compiled function once, then hookkit.report(...)")
+        skipped = "" if backend is None else "; if it was called, Dynamo has left all of it to Python"
+        raise HookError(f"nothing is compiled yet: call the compiled function once, then hookkit.report(...){skipped}")
     return steps
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import attrs
 import torch
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -238,7 +239,12 @@ def _key(numpy_state: Any) -> Any:
 
 
 class WritesUndone(TorchDispatchMode):
-    """Afterwards every tensor that was written to, and every generator that was drawn from, is as it was before."""
+    """Afterwards every tensor that was written to, and every generator that was drawn from, is as it was before.
+
+    What a higher-order operator does is not looked at: those that write say so by a schema of their own.
+    """
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -248,7 +254,8 @@ class WritesUndone(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for parameter, value in self._given(function, args, kwargs):
+        given = [] if isinstance(function, HigherOrderOperator) else self._given(function, args, kwargs)
+        for parameter, value in given:
             if parameter.alias_info is not None and parameter.alias_info.is_write:
                 for tensor in value if isinstance(value, list | tuple) else [value]:
                     if isinstance(tensor, torch.Tensor):

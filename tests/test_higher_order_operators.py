@@ -1,0 +1,96 @@
+"""The table of higher-order operators in the docs: every program is run and has the state that the table says."""
+
+import importlib
+import pkgutil
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import thunder
+import torch
+from agreement import assert_same, tensors_of
+from thunder.dynamo import thunderfx
+
+import hookkit
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "docs"))
+from higher_order_operators import CASES, INTERNAL, OTHERS
+
+PROGRAMS = [case for case in CASES if case.exists]
+
+
+def name(case):
+    return f"{case.operator}: {case.point.replace('`', '')}"
+
+
+def outcome(program, arguments, parameters):
+    """What a program returns, with the gradients of its arguments and parameters; or what it raises."""
+    given = [
+        a.detach().clone().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a for a in arguments
+    ]
+    leaves = [t for t in (*given, *parameters) if isinstance(t, torch.Tensor) and t.requires_grad]
+    try:
+        output = program(*given)
+        roots = [t for t in tensors_of(output) if t.requires_grad]
+        weights = [torch.linspace(1, 2, r.numel(), dtype=r.dtype).reshape(r.shape) for r in roots]
+        gradients = torch.autograd.grad(roots, leaves, weights, allow_unused=True) if roots else [None] * len(leaves)
+    except Exception as error:
+        return None, error
+    return (output, gradients), None
+
+
+def both(case, compiler):
+    """What comes out of a case's program compiled and in eager PyTorch, and the compiled program."""
+    program, arguments = case.make()
+    parameters = list(program.parameters()) if isinstance(program, torch.nn.Module) else []
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = outcome(program, arguments, parameters)
+        torch._dynamo.reset()
+        compiled = compiler(program)
+        return outcome(compiled, arguments, parameters), expected, compiled
+
+
+def assert_right(found, expected, refused):
+    """Compares what came out, unless the compiled program is refused."""
+    (result, error), (wanted, eager_error) = found, expected
+    if eager_error is not None:
+        assert type(error) is type(eager_error), error
+    elif refused:
+        assert isinstance(error, hookkit.HookError | torch._dynamo.exc.TorchDynamoException), error
+    else:
+        assert error is None, error
+        assert_same(result, wanted)
+    return eager_error is None and not refused
+
+
+@pytest.mark.parametrize("case", PROGRAMS, ids=name)
+def test_a_program_has_the_state_that_the_table_says_under_thunder_jit(case):
+    found, expected, jitted = both(case, thunder.jit)
+    if assert_right(found, expected, case.jit == "refused"):
+        outcomes = {call.outcome for call in hookkit.report(jitted).calls}
+        assert case.jit == ("opaque" if "opaque" in outcomes else "traced"), hookkit.report(jitted)
+
+
+@pytest.mark.parametrize("case", [case for case in PROGRAMS if case.fx != "on a GPU"], ids=name)
+def test_a_program_has_the_state_that_the_table_says_through_thunderfx(case):
+    found, expected, compiled = both(case, thunderfx)
+    if not assert_right(found, expected, case.fx == "refused"):
+        return
+    if not compiled._backend.subgraph_infos and case.fx == "PyTorch":  # Dynamo, or hookkit, took none of it
+        return
+    report = hookkit.report(compiled)
+    outcomes = {call.outcome for call in report.calls}
+    if any(graph.reasons for graph in report.graphs) and "opaque" not in outcomes:
+        assert case.fx == "PyTorch", report
+    else:
+        assert case.fx == ("opaque" if "opaque" in outcomes else "traced"), report
+
+
+def test_the_table_has_every_operator_of_this_torch():
+    for module in pkgutil.iter_modules(torch._higher_order_ops.__path__):
+        importlib.import_module(f"torch._higher_order_ops.{module.name}")
+    there = set(torch._ops._higher_order_ops)
+    assert there <= {case.operator for case in CASES} | set(INTERNAL) | set(OTHERS)
