@@ -24,6 +24,7 @@ extensions = [
     "check_site",
     "contract_table",
     "diagrams",
+    "higher_order_table",
     "operations_table",
     "plain_markdown",
     "printed",

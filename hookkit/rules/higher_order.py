@@ -56,6 +56,7 @@ cond = hookkit.rule([torch.cond, *operators("cond")], mode="opaque", priority=PR
 
 @cond.meta
 def _(pred: Any, true_fn: Any, false_fn: Any, operands: Any = ()) -> Any:
+    """Return what the first branch returns; PyTorch compares the two."""
     return fresh(true_fn(*operands))
 
 
@@ -76,6 +77,7 @@ switch = hookkit.rule(SWITCHES, mode="opaque", priority=PRIORITY, name="switch")
 
 @switch.meta
 def _(index: Any, branches: Any, operands: Any = ()) -> Any:
+    """Return what the first branch returns; PyTorch compares them."""
     return fresh(branches[0](*operands))
 
 
@@ -85,6 +87,7 @@ while_loop = hookkit.rule(LOOPS, mode="opaque", priority=PRIORITY, name="while_l
 
 @while_loop.meta
 def _(cond_fn: Any, body_fn: Any, carried_inputs: Any, additional_inputs: Any = ()) -> Any:
+    """Return tensors like those that are carried."""
     return fresh(carried_inputs)
 
 
@@ -93,6 +96,7 @@ scan = hookkit.rule(functions("scan"), mode="opaque", priority=PRIORITY, name="s
 
 @scan.meta
 def _(combine_fn: Any, init: Any, xs: Any, *, dim: int = 0, reverse: bool = False) -> Any:
+    """Stack what one step returns."""
     place = dim % first(xs).ndim
     carry, rows = combine_fn(init, each(lambda x: x.select(place, 0), xs))
 
@@ -107,6 +111,7 @@ scan_operator = hookkit.rule(operators("scan"), mode="opaque", priority=PRIORITY
 
 @scan_operator.meta
 def _(combine_fn: Any, init: Any, xs: Any, additional_inputs: Any = ()) -> Any:
+    """Stack what one step returns."""
     flat = list(combine_fn(*init, *(x[0] for x in xs), *additional_inputs))
     carry, rows = flat[: len(init)], flat[len(init) :]
     return (*fresh(carry), *(row.new_empty((xs[0].shape[0], *row.shape)) for row in rows))
@@ -117,6 +122,7 @@ map_over_slices = hookkit.rule([*functions("map")], mode="opaque", priority=PRIO
 
 @map_over_slices.meta
 def _(f: Any, xs: Any, *args: Any) -> Any:
+    """Stack what one slice gives."""
     rows = f(each(lambda x: x[0], xs), *args)
     return each(lambda row: row.new_empty((first(xs).shape[0], *row.shape)), rows)
 
@@ -128,6 +134,7 @@ associative_scan = hookkit.rule(
 
 @associative_scan.meta
 def _(combine_fn: Any, xs: Any, dim: int, reverse: bool = False, combine_mode: str = "pointwise") -> Any:
+    """Return tensors like those that are scanned."""
     return fresh(xs)
 
 
@@ -149,6 +156,7 @@ def _(
     *,
     return_aux: Any = None,
 ) -> Any:
+    """Return what attention returns, with a row of statistics where that is asked for."""
     out = query.new_empty((*query.shape[:-1], value.shape[-1]))
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     row = query.new_empty(query.shape[:-1], dtype=dtype)
@@ -187,6 +195,7 @@ strict_mode = hookkit.rule(functions("strict_mode"), mode="opaque", priority=PRI
 
 @strict_mode.meta
 def _(callable: Any, operands: Any) -> Any:
+    """Return what the body returns."""
     return fresh(callable(*operands))
 
 
@@ -195,6 +204,7 @@ printed = hookkit.rule(operators("print"), mode="opaque", priority=PRIORITY, nam
 
 @printed.meta
 def _(format_str: str, *args: Any, **kwargs: Any) -> None:
+    """Return nothing."""
     return None
 
 
