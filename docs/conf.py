@@ -25,6 +25,7 @@ extensions = [
     "contract_table",
     "diagrams",
     "higher_order_table",
+    "mends",
     "operations_table",
     "plain_markdown",
     "printed",

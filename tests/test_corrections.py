@@ -10,10 +10,12 @@ from thunder.dynamo import thunderfx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import hookkit
-from hookkit.mends.rules import corrections
+from hookkit.mends.rules import gradients, gradients_by_pytorch
+from hookkit.mends.rules import values as of_values
 from hookkit.testing import assert_same
 
-RULES = [value for value in vars(corrections).values() if isinstance(value, hookkit.Rule)]
+MODULES = (of_values, gradients, gradients_by_pytorch)
+RULES = [v for module in MODULES for v in vars(module).values() if isinstance(v, hookkit.Rule)]
 
 
 def values(*given, dtype=torch.float64):

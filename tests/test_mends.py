@@ -52,12 +52,11 @@ def innermost(error):
 @pytest.mark.filterwarnings("ignore")  # of thunder's, among them that it falls back
 @pytest.mark.parametrize("mend", SHOWN)
 def test_thunder_alone_has_the_fault_and_with_hookkit_it_is_mended(mend):
+    """Of a mend for other versions of torch only what is right."""
     assert outcome(mend, EAGER).startswith(mend.eager)
     hookkit.disable()
     alone = outcome(mend, thunder)
-    if not mend.patches or any(
-        patch.is_wanted() for patch in mend.patches
-    ):  # or there is nothing to mend in this torch
+    if not mend.patches or any(patch.is_wanted() for patch in mend.patches):
         assert alone.startswith(mend.stock)
         assert not alone.startswith(mend.eager)
     hookkit.enable()

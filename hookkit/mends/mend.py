@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import attrs
 
 from hookkit.engine.dispatch.extensions import Extension
 from hookkit.patch import Patch
+from hookkit.rule import Rule
 
 __all__ = ["Mend"]
 
@@ -25,7 +28,7 @@ class Mend:
         seen_in: the versions of thunder that have been seen to need it.
         patches: what it replaces.
         extension: what it adds to what the interpreter does.
-        rules: the names of the rules that it consists of.
+        rules: the rules that it consists of.
     """
 
     name: str
@@ -37,4 +40,4 @@ class Mend:
     seen_in: tuple[str, ...] = ("0.2.6",)
     patches: tuple[Patch, ...] = ()
     extension: Extension | None = None
-    rules: tuple[str, ...] = ()
+    rules: tuple[Rule[..., Any], ...] = ()

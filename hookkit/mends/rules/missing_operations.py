@@ -12,9 +12,11 @@ from typing import Any
 import torch
 
 import hookkit
+from hookkit.mends.mend import Mend
 from hookkit.rules._names import of_torch
 
 __all__ = [
+    "MENDS",
     "builtin_max",
     "builtin_min",
     "combinations",
@@ -117,3 +119,55 @@ def builtin_min(first: Any, *others: Any, **options: Any) -> Any:
 
 builtin_max.when(are_scalars)
 builtin_min.when(are_scalars)
+
+
+MENDS = [
+    Mend(
+        "requires_grad_",
+        "Tensors in a program have no `requires_grad_`.",
+        program="""
+print(thunder.jit(lambda x: (x * 2).requires_grad_(False))(torch.ones(1)).requires_grad)
+""",
+        stock="AttributeError: Unknown attribute requires_grad_",
+        eager="False",
+        rules=(requires_grad_,),
+    ),
+    Mend(
+        "operations whose results have shapes that depend on values",
+        "`combinations`, `ctc_loss` and `linalg.lstsq` are refused, though the shapes of their results "
+        "follow from the arguments.",
+        program="""
+print(thunder.jit(torch.combinations)(torch.arange(3)).tolist())
+""",
+        stock="DynamicOutputShapeException",
+        eager="[[0, 1], [0, 2], [1, 2]]",
+        rules=(combinations, ctc_loss, linalg_lstsq),
+    ),
+    Mend(
+        "assigning where a mask is true",
+        "`x[mask] = y` has no gradient.",
+        program="""
+def f(x, mask, y):
+    z = x * 1
+    z[mask] = y
+    return z
+
+y = torch.ones(1, requires_grad=True)
+thunder.jit(f)(torch.zeros(2), torch.tensor([True, False]), y).sum().backward()
+print(y.grad)
+""",
+        stock="NotImplementedError: boolean advanced indexing is not implemented",
+        eager="tensor([1.])",
+        rules=(masked_assignment,),
+    ),
+    Mend(
+        "Python's max and min",
+        "Python's `max` and `min` of tensors with one element are refused: they branch on values.",
+        program="""
+print(thunder.jit(lambda x, y: max(x, y))(torch.ones(1), torch.zeros(1)).tolist())
+""",
+        stock="NotImplementedError: casting a TensorProxy to a Python boolean is not supported",
+        eager="[1.0]",
+        rules=(builtin_max, builtin_min),
+    ),
+]

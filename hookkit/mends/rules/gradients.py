@@ -1,7 +1,6 @@
-"""Operations of torch that thunder has, and gets wrong: what PyTorch makes of them.
+"""Operations of torch whose gradients thunder gets wrong, and which stay traced: what PyTorch makes of them.
 
-Each says what thunder 0.2.6 does; when that is mended the rule can go. Operations that programs are full of stay
-traced; those that are rare, or wrong in a way that takes long to write down, PyTorch runs.
+Each says what thunder 0.2.6 does; when that is mended the rule can go.
 """
 
 from __future__ import annotations
@@ -12,173 +11,30 @@ import torch
 
 import hookkit
 from hookkit import compat
+from hookkit.mends.mend import Mend
 from hookkit.rules._names import both, of_torch
 
 __all__ = [
+    "MENDS",
     "activations_in_place",
-    "bool_inputs",
     "ceil_and_floor",
     "celu",
     "clamp",
     "clamp_to_tensors",
     "clamp_zero_at_bounds",
-    "cross_entropy",
-    "differentiated_by_pytorch",
-    "div_with_rounding",
     "elu",
-    "empty_inputs",
     "glu",
-    "instance_norm",
     "max_along_dim",
     "mish",
-    "nll_loss",
     "relu",
     "selu",
     "sigmoid",
     "softmax",
-    "split",
     "tanh",
-    "unfold_and_take_along_dim",
-    "variance_of_all",
 ]
 
 PRIORITY = -100
 F: Any = torch.nn.functional
-
-
-# ------------------------------------------------------------------------------------------------ values and structure
-
-# thunder takes Tensor.unfold for torch.nn.functional.unfold, and take_along_dim does not count negative indices from
-# the end.
-unfold_and_take_along_dim = hookkit.rule(
-    [*of_torch("Tensor.unfold"), *both("take_along_dim")],
-    mode="opaque",
-    priority=PRIORITY,
-    name="unfold_and_take_along_dim",
-)
-
-bool_inputs = hookkit.rule(both("masked_fill", "max"), mode="opaque", priority=PRIORITY + 1, name="bool_inputs")
-
-
-@bool_inputs.when
-def _(input: Any, *args: Any, **kwargs: Any) -> bool:
-    """Only of booleans: of what ``masked_fill`` returns thunder makes integers, and in ``max`` it fails."""
-    return input.dtype is torch.bool
-
-
-instance_norm = hookkit.rule(of_torch("nn.functional.instance_norm"), mode="opaque", priority=PRIORITY)
-
-
-@instance_norm.when
-def _(input: Any, running_mean: Any = None, *args: Any, **kwargs: Any) -> bool:
-    """Only with running statistics, which thunder does not update."""
-    return running_mean is not None
-
-
-empty_inputs = hookkit.rule(
-    [
-        *both("chunk", "split", "tensor_split"),
-        *of_torch(*(f"nn.functional.{name}" for name in ("cross_entropy", "glu", "group_norm", "linear"))),
-    ],
-    mode="opaque",
-    pass_call=True,
-    priority=PRIORITY + 1,
-    name="empty_inputs",
-)
-
-
-@empty_inputs.when
-def _(call: hookkit.Call, *args: Any, **kwargs: Any) -> bool:
-    """Only of tensors without elements: PyTorch returns empty results and gradients, and thunder none, or fails."""
-    return 0 in next(iter((*args, *kwargs.values()))).shape
-
-
-@hookkit.rule(both("split"), pass_call=True, priority=PRIORITY)
-def split(call: hookkit.Call, *args: Any, **kwargs: Any) -> Any:
-    """Returns a tuple; thunder returns a list."""
-    return tuple(call.callable(*args, **kwargs))
-
-
-@hookkit.rule(both("std", "var", "var_mean"), pass_call=True, priority=PRIORITY)
-def variance_of_all(call: hookkit.Call, input: Any, unbiased: bool) -> Any:
-    """Computes the variance of all elements in ``torch.var(x, False)``; thunder takes ``False`` for a dimension."""
-    return call.callable(input, correction=int(unbiased))
-
-
-@variance_of_all.when
-def _(call: hookkit.Call, *args: Any, **kwargs: Any) -> bool:
-    return len(args) + len(kwargs) == 2 and isinstance([*args, *kwargs.values()][1], bool)
-
-
-@hookkit.rule(of_torch("nn.functional.nll_loss"), priority=PRIORITY)
-def nll_loss(
-    input: Any,
-    target: Any,
-    weight: Any = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-) -> Any:
-    """Gives ``ignore_index`` PyTorch's default, -100; thunder's is -1 in the forward and None in the backward."""
-    return F.nll_loss(input, target, weight, size_average, ignore_index, reduce, reduction)
-
-
-cross_entropy = hookkit.rule(of_torch("nn.functional.cross_entropy"), mode="opaque", pass_call=True, priority=PRIORITY)
-
-
-@cross_entropy.when
-def _(call: hookkit.Call, *args: Any, **kwargs: Any) -> bool:
-    """Only for a sum, or for one sample without a batch: their backward fails under thunder, except in float64."""
-    given = [*args, *kwargs.values()]
-    is_sum = any(isinstance(a, str) and a == "sum" for a in given)
-    return any(call.needs) and (is_sum or given[0].ndim == 1)
-
-
-@hookkit.rule([*both("relu"), *of_torch("nn.functional.relu")], priority=PRIORITY)
-def relu(input: Any, inplace: bool = False) -> Any:
-    """Leaves NaN as it is; thunder makes it zero."""
-    return torch.where(input <= 0, 0, input)
-
-
-# ---------------------------------------------------------------------------------------- gradients, by PyTorch itself
-
-# thunder has None for the last tensor of copysign and index_put, and for bernoulli and zero_, whose gradients are 0.
-# NaN at zeros: atan2, normalize, pow of two tensors and to the power of 0, prod. NaN from infinities: prelu. Of another
-# dtype: frexp. Shared among ties: max_pool1d. Fails: max_pool3d.
-differentiated_by_pytorch = hookkit.rule(
-    [
-        *both("atan2", "bernoulli", "copysign", "frexp", "index_put", "pow", "prelu", "prod"),
-        *both("atan2_", "bernoulli_", "ceil_", "clamp_", "copysign_", "floor_", "index_put_", "pow_", "zero_"),
-        *of_torch("nn.functional.normalize", "nn.functional.prelu", "Tensor.__pow__", "Tensor.__rpow__"),
-        *of_torch(*(f"{where}max_pool{n}d" for where in ("", "nn.functional.") for n in (1, 3))),
-    ],
-    mode="opaque",
-    pass_call=True,
-    priority=PRIORITY,
-    name="differentiated_by_pytorch",
-)
-
-
-@differentiated_by_pytorch.when
-def _(call: hookkit.Call, *args: Any, **kwargs: Any) -> bool:
-    """Only where a gradient can be asked for; of powers, those of two tensors and to the power of 0."""
-    is_power = "pow" in call.name
-    return any(call.needs) and (not is_power or all(hasattr(a, "shape") or a == 0 for a in args[1:]))
-
-
-div_with_rounding = hookkit.rule(
-    both("div", "divide", "div_", "divide_"), mode="opaque", pass_call=True, priority=PRIORITY, name="div_with_rounding"
-)
-
-
-@div_with_rounding.when
-def _(call: hookkit.Call, *args: Any, **kwargs: Any) -> bool:
-    """Only with a ``rounding_mode``: the gradient is zero; thunder's is NaN where it divides by zero."""
-    return any(call.needs) and kwargs.get("rounding_mode") is not None
-
-
-# --------------------------------------------------------------------------------------------------- gradients, traced
 
 
 @hookkit.rule(both("ceil", "floor"), pass_call=True, priority=PRIORITY)
@@ -271,6 +127,12 @@ def _elu(input: Any, alpha: float, scale: float, input_scale: float) -> Any:
     """As in aten/src/ATen/native/cpu/Activation.cpp; the exponential is never taken of a large number."""
     negative = alpha * scale * torch.expm1(torch.where(input > 0, 0, input) * input_scale)
     return torch.where(input > 0, input * scale, negative)
+
+
+@hookkit.rule([*both("relu"), *of_torch("nn.functional.relu")], priority=PRIORITY)
+def relu(input: Any, inplace: bool = False) -> Any:
+    """Leaves NaN as it is; thunder makes it zero."""
+    return torch.where(input <= 0, 0, input)
 
 
 @hookkit.rule(of_torch("nn.functional.elu"), priority=PRIORITY)
@@ -396,3 +258,117 @@ activations_in_place = hookkit.rule(
 def _(call: hookkit.Call, *args: Any, **kwargs: Any) -> bool:
     """Only in place, where a gradient can be asked for."""
     return any(call.needs)
+
+
+MENDS = [
+    Mend(
+        "ceil and floor",
+        "What `ceil` and `floor` return requires no grad, where PyTorch has a gradient of zeros.",
+        program="""
+x = torch.ones(1, requires_grad=True)
+thunder.jit(torch.floor)(x).sum().backward()
+print(x.grad)
+""",
+        stock="RuntimeError: element 0 of tensors does not require grad",
+        eager="tensor([0.])",
+        rules=(ceil_and_floor,),
+    ),
+    Mend(
+        "sigmoid",
+        "The gradient of `sigmoid`, and of `glu`, is NaN where the exponential overflows.",
+        program="""
+x = torch.tensor([-100.0], requires_grad=True)
+thunder.jit(torch.sigmoid)(x).sum().backward()
+print(x.grad)
+""",
+        stock="tensor([nan])",
+        eager="tensor([0.])",
+        rules=(sigmoid, glu),
+    ),
+    Mend(
+        "tanh and softmax of bfloat16",
+        "In bfloat16 and float16 the gradients of `tanh` and `softmax` are rounded after each step, not once.",
+        program="""
+x = torch.tensor([-2.0], dtype=torch.bfloat16, requires_grad=True)
+thunder.jit(torch.tanh)(x).sum().backward()
+print(x.grad.item())
+""",
+        stock="0.07080078125",
+        eager="0.06884765625",
+        rules=(tanh, softmax),
+    ),
+    Mend(
+        "elu, celu, selu and mish",
+        "The gradients of `elu`, `celu`, `selu` and `mish` are NaN where the exponential overflows.",
+        program="""
+x = torch.tensor([100.0], requires_grad=True)
+thunder.jit(torch.nn.functional.elu)(x).sum().backward()
+print(x.grad)
+""",
+        stock="tensor([nan])",
+        eager="tensor([1.])",
+        rules=(elu, celu, selu, mish, activations_in_place),
+    ),
+    Mend(
+        "relu of NaN",
+        "`relu` makes zero of NaN where a gradient is asked for.",
+        program="""
+x = torch.tensor([float("nan")], requires_grad=True)
+print(thunder.jit(lambda x: torch.relu(x))(x).tolist())
+""",
+        stock="[0.0]",
+        eager="[nan]",
+        rules=(relu,),
+    ),
+    Mend(
+        "clamp of NaN",
+        "The gradient of `clamp` of NaN is one.",
+        program="""
+x = torch.tensor([float("nan")], requires_grad=True)
+thunder.jit(lambda x: torch.clamp(x, min=0.0))(x).sum().backward()
+print(x.grad)
+""",
+        stock="tensor([1.])",
+        eager="tensor([0.])",
+        rules=(clamp, clamp_zero_at_bounds),
+    ),
+    Mend(
+        "clamp between tensors",
+        "`clamp` of a tensor that is equal to a bound gives the bound the gradient.",
+        program="""
+x, low = (torch.zeros(1, requires_grad=True) for _ in range(2))
+thunder.jit(lambda x, low: torch.clamp(x, min=low))(x, low).sum().backward()
+print(x.grad, low.grad)
+""",
+        stock="tensor([0.]) tensor([1.])",
+        eager="tensor([1.]) tensor([0.])",
+        rules=(clamp_to_tensors,),
+    ),
+    Mend(
+        "max along a dimension",
+        "`max` along a dimension shares the gradient among elements that are equally large.",
+        program="""
+x = torch.ones(2, requires_grad=True)
+thunder.jit(lambda x: torch.max(x, 0)[0])(x).backward()
+print(x.grad)
+""",
+        stock="tensor([0.5000, 0.5000])",
+        eager="tensor([1., 0.])",
+        rules=(max_along_dim,),
+    ),
+]
+if compat.clamp_has_gradient_at_bounds():
+    MENDS.append(
+        Mend(
+            "clamp at a bound",
+            "The gradient of `clamp` is zero where a number is equal to a bound.",
+            program="""
+x = torch.zeros(1, requires_grad=True)
+thunder.jit(lambda x: torch.clamp(x, min=0.0))(x).sum().backward()
+print(x.grad)
+""",
+            stock="tensor([0.])",
+            eager="tensor([1.])",
+            rules=(clamp,),
+        )
+    )
