@@ -103,6 +103,7 @@ COOKBOOK = {
     "matrix_exponential": r"^expm +expm_rule .* opaque",
     "rfft": r"^\w+ +rfft .* opaque",
     "ste_quantiser": r"^quantise +quantise_rule .* traced",
+    "triton_kernel": r"^swish_and_keep_gradient +lean_rule .* opaque",
 }
 
 
