@@ -15,14 +15,14 @@ import hookkit  # before thunder, which current PyTorch cannot import otherwise
 # isort: split
 import torch
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"  # read when triton is imported
 
 import thunder
 import triton
 import triton.language as tl
 from torch import Tensor
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @triton.jit
