@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from types import MethodWrapperType
 from typing import Any
@@ -34,7 +35,15 @@ class Source:
     line: int
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
+        cell = self.cell
+        return f"{cell}, line {self.line}" if cell is not None else f"{self.file}:{self.line}"
+
+    @property
+    def cell(self) -> str | None:
+        """The cell of a notebook, as its author sees it: ``"cell In[3]"``; None elsewhere."""
+        shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+        named = getattr(getattr(shell, "compile", None), "format_code_name", lambda _: None)(self.file)
+        return " ".join(["cell", *named[1:]]) if named else None
 
 
 @attrs.define(eq=False)

@@ -6,6 +6,7 @@ backward raises are not here: they reach the user as they are.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import Any
 
@@ -224,3 +225,20 @@ def warn_at(place: Any, message: str, category: type[Warning]) -> None:
     """
     file, line = (place.file, place.line) if place is not None else ("<unknown>", 1)
     warnings.warn_explicit(message, category, file, line, registry=_warned)
+
+
+_NOT_USERS = frozenset({"hookkit", "thunder", "torch", "importlib", "contextlib", "functools"})
+
+
+def warn_user(message: str, category: type[Warning]) -> None:
+    """Warn at the innermost line that is the user's: not hookkit's, thunder's, torch's or the import system's.
+
+    Args:
+        message: the warning.
+        category: its class.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _NOT_USERS:
+        frame = frame.f_back
+    known = frame.f_globals.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno, registry=known)

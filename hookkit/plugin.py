@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import os
 import threading
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -19,7 +18,7 @@ import torch
 from hookkit import patch
 from hookkit.engine.dispatch import extensions
 from hookkit.engine.dispatch.extensions import Extension
-from hookkit.errors import HookError, PluginWarning
+from hookkit.errors import HookError, PluginWarning, warn_user
 from hookkit.patch import Installed, LeftOut, Misfit, Patch
 from hookkit.registry import registry
 
@@ -234,8 +233,7 @@ def _warn_once() -> None:
     listed = "\n".join(f"  {left}" for left in patch.left_out)
     if listed not in _warned:
         _warned.add(listed)
-        warnings.warn(
+        warn_user(
             f"hookkit leaves out what does not fit {patch.versions()}; python -m hookkit lists it:\n{listed}",
             PluginWarning,
-            stacklevel=3,
         )

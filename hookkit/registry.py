@@ -16,7 +16,6 @@ import re
 import sys
 import threading
 import types
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -26,7 +25,7 @@ import attrs
 
 from hookkit import compat, modes
 from hookkit.call import Call, Source
-from hookkit.errors import ConflictError, PluginWarning, RegistrationError
+from hookkit.errors import ConflictError, PluginWarning, RegistrationError, warn_user
 from hookkit.patch import versions
 from hookkit.targets import (
     CallableTarget,
@@ -120,11 +119,17 @@ class Tables:
             return False
         if any(name.resolve() is not None for name in self.names):
             return True
-        for name in self.names:
-            name.warn_if_missing()
+        self.warn_of_missing_names()
         if not any(name.is_being_imported() for name in self.names):
             self.modules_seen = modules
         return False
+
+    def warn_of_missing_names(self) -> None:
+        """Warn, once, of each lazy name whose module is there and has no such name."""
+        for rule in self.rules:
+            for target in rule.targets:
+                if isinstance(target, NameTarget):
+                    target.warn_if_missing(rule.name, rule.declared_at)
 
 
 def _rank(entry: Entry) -> tuple[int, int, int]:
@@ -222,6 +227,9 @@ class Registry:
             self._unresolved += [t for t in rule.targets if isinstance(t, NameTarget) and t.resolve() is None]
             self._rules = (*self._rules, rule)
             self._outdated = True
+        for target in rule.targets:
+            if isinstance(target, NameTarget):
+                target.warn_if_missing(rule.name, rule.declared_at)
 
     def remove(self, rule: Rule[..., Any]) -> None:
         """Unregister a rule.
@@ -308,11 +316,10 @@ class Registry:
     def _warn_of_misfits(self) -> None:
         misfits = "\n".join(f"  the rule {r.name}: {m}" for r in self._rules for m in r.misfits)
         if misfits:
-            warnings.warn(
+            warn_user(
                 f"calls of these targets are refused, which with {versions()} have other signatures than hookkit's "
                 f"rules for them were written for:\n{misfits}",
                 PluginWarning,
-                stacklevel=3,
             )
 
     def _load_entry_point(self, point: importlib.metadata.EntryPoint) -> None:
@@ -328,12 +335,11 @@ class Registry:
                 if rule not in self._rules:  # the same declaration, which was run again
                     self.add(rule)
             distribution = point.dist.name if point.dist is not None else "unknown"
-            warnings.warn(
+            warn_user(
                 f"the rules of the distribution {distribution} are not registered: its entry point {point.name!r} "
                 f"(group {ENTRY_POINT_GROUP!r}, {point.value}) raised {type(error).__name__}: {error}. "
                 f"HOOKKIT_DISABLE_PLUGINS={point.name} leaves it out.",
                 PluginWarning,
-                stacklevel=4,
             )
 
     def current(self) -> Tables:
@@ -421,7 +427,7 @@ def _ask(call: Call, entries: list[Entry]) -> Iterator[Candidate]:
         if answer:
             yield Candidate(rule)
         else:
-            yield Candidate(rule, answer.reason if isinstance(answer, Decline) else "its .when returned false")
+            yield Candidate(rule, answer.reason if isinstance(answer, Decline) else f"its .when returned {answer!r}")
 
 
 # The plumbing of interpreting a program, about which no predicate is asked: Python's own operations on its own objects

@@ -15,7 +15,15 @@ from hookkit.declared import Origin, is_same_function
 from hookkit.errors import HookError, RegistrationError
 from hookkit.modes import RuleMode
 from hookkit.registry import SHIPPED, registry
-from hookkit.signatures import POSITIONAL, Difference, count_misfit, difference, misfit, torch_signature
+from hookkit.signatures import (
+    POSITIONAL,
+    Difference,
+    count_misfit,
+    difference,
+    misfit,
+    returns_nothing,
+    torch_signature,
+)
 from hookkit.targets import (
     CallableTarget,
     NameTarget,
@@ -194,6 +202,11 @@ class Rule(Generic[P, R]):
                 "its forward provider does; a backward provider needs another mode"
             )
         self._check_provider("backward", self._backward, provider)
+        if returns_nothing(provider) and not self._ships:
+            raise RegistrationError(
+                f"the backward provider of the rule {self.name} ({place_of(provider)}) returns None: is its return "
+                "statement missing? It returns the gradients by argument name; {} says that there are none"
+            )
         signature = signature_of(provider)
         if signature is not None:
             positional = [p for p in signature.parameters.values() if p.kind in POSITIONAL]
@@ -276,6 +289,11 @@ class Rule(Generic[P, R]):
         """
         self._check_provider("when", self._when, provider)
         self._check_fits("condition (.when)", provider)
+        if returns_nothing(provider):
+            raise RegistrationError(
+                f"the condition (.when) of the rule {self.name} ({place_of(provider)}) returns None, so that the rule "
+                "never takes a call: is its return statement missing?"
+            )
         self._when = provider
         self._renew()
         return provider
@@ -451,6 +469,20 @@ class Rule(Generic[P, R]):
                     f"  target    {target}{wanted}\n"
                     f"  provider  {describe_callable(provider)}{given}, {_place(provider)}"
                 )
+        if not self._ships and returns_nothing(provider) and not kind.startswith("condition"):
+            for target in self.targets:
+                self._check_returns(kind, provider, target)
+
+    def _check_returns(self, kind: str, provider: Callable[..., Any], target: Target) -> None:
+        """Refuse a provider that returns nothing where its target, a function of Python's or of torch's, does."""
+        found = target.resolve() if isinstance(target, NameTarget) else target
+        called = getattr(found, "callable", None) or getattr(getattr(found, "function", None), "forward", None)
+        returns = inspect.isroutine(called) and hasattr(called, "__code__") and not returns_nothing(called)
+        if returns or torch_signature(called) is not None or self._backward is not None:
+            raise RegistrationError(
+                f"the {kind} of the rule {self.name} ({place_of(provider)}) returns None, and its target {target} "
+                "does not: is its return statement missing?"
+            )
 
 
 def default_name(provider: Callable[..., Any] | None, targets: tuple[Target, ...]) -> str:

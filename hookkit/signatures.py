@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
+import itertools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +14,7 @@ from torch.overrides import get_testing_overrides
 
 from hookkit.errors import HookError
 
-__all__ = ["POSITIONAL", "Difference", "count_misfit", "difference", "misfit", "torch_signature"]
+__all__ = ["POSITIONAL", "Difference", "count_misfit", "difference", "misfit", "returns_nothing", "torch_signature"]
 
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -162,6 +165,23 @@ def count_misfit(target: inspect.Signature, provider: inspect.Signature) -> str 
     if len(required) > len(wanted) and not gives_rest:
         return f"the target never gives {required[len(wanted)].name!r}"
     return None
+
+
+def returns_nothing(function: Any) -> bool:
+    """Whether a function of Python's returns None on every path, as one does that lacks its ``return``."""
+    function = getattr(function, "__func__", function)
+    makes = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+    if not isinstance(function, types.FunctionType) or function.__code__.co_flags & makes:
+        return False
+    found = []
+    for before, instruction in itertools.pairwise(dis.get_instructions(function)):
+        if instruction.opname == "RETURN_CONST":
+            found.append(instruction.argval is None)
+        elif instruction.opname == "RETURN_VALUE":
+            # where a path leads there by a jump, it has something else to return: a if b else None
+            is_none = before.opname == "LOAD_CONST" and before.argval is None
+            found.append(is_none and not instruction.is_jump_target)
+    return bool(found) and all(found)
 
 
 def _may_stand_for(own: Any, default: Any) -> bool:

@@ -11,7 +11,6 @@ import inspect
 import keyword
 import sys
 import types
-import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -21,7 +20,8 @@ from torch._library.custom_ops import CustomOpDef
 
 from hookkit import compat
 from hookkit.call import Call, Source
-from hookkit.errors import HookError, RegistrationError, TargetWarning
+from hookkit.errors import HookError, RegistrationError, TargetWarning, warn_at
+from hookkit.standard import missing_module, refused
 
 __all__ = [
     "CallableTarget",
@@ -241,7 +241,7 @@ class NameTarget:
         if self.resolve() is not None:
             return "resolved"
         if self.module not in sys.modules:
-            return f"{self.module} is not imported"
+            return missing_module(self.module) or f"{self.module} is not imported"
         missing = self._missing()
         return missing if missing is not None else "not there yet"
 
@@ -263,15 +263,21 @@ class NameTarget:
                 self._resolved = target
         return self._resolved
 
-    def warn_if_missing(self) -> None:
-        """Warn, once, with the nearest names, if the module is there and the name is not."""
+    def warn_if_missing(self, rule: str, declared_at: Source) -> None:
+        """Warn, once, with the nearest names, if the module is there, or its package, and the name is not.
+
+        Args:
+            rule: the name of the rule whose target this is.
+            declared_at: where the rule is declared, at which the warning points.
+        """
         missing = None if self._warned or self.resolve() is not None else self._missing()
         if missing is not None:
             self._warned = True
-            warnings.warn(
-                f"the rule target {str(self)!r} does not resolve: {missing}. Correct the name, or unregister the rule.",
+            warn_at(
+                declared_at,
+                f"the target {str(self)!r} of the rule {rule}, declared at {declared_at}, does not resolve: {missing}. "
+                "Correct the name, or unregister the rule.",
                 TargetWarning,
-                stacklevel=2,
             )
 
     def is_being_imported(self) -> bool:
@@ -297,7 +303,9 @@ class NameTarget:
         return found, holder, part
 
     def _missing(self) -> str | None:
-        """Why the name is not there although its module is, or None if it may still come."""
+        """Why the name is not there although its module, or its package, is; None if it may still come."""
+        if self.module not in sys.modules:
+            return missing_module(self.module)
         found, holder, part = self._follow()
         if holder is None or found is not None or part in dir(holder):
             return None
@@ -374,8 +382,12 @@ def make_target(target: Any, *, subclasses: bool = True) -> Target:
     owner = compat.function_owner(target)
     if owner is not None:
         return FunctionTarget(owner, subclasses)
+    if (obstacle := refused(target)) is not None:
+        raise RegistrationError(f"the rule target {describe_callable(target)} cannot be one: it is {obstacle}")
     owner = getattr(target, "__self__", None)
     if isinstance(target, types.BuiltinMethodType) and not isinstance(owner, type | types.ModuleType | types.NoneType):
+        if (obstacle := refused(getattr(type(owner), target.__name__, None))) is not None:
+            raise RegistrationError(f"the rule target {target!r} cannot be one: it is {obstacle}")
         raise RegistrationError(
             f"the rule target {target!r} is a method of one {type(owner).__name__}; the interpreter sees the method of "
             f"the type: give {type(owner).__name__}.{target.__name__}"
@@ -432,7 +444,8 @@ def describe_callable(function: Any) -> str:
     module = getattr(function, "__module__", None) or getattr(
         getattr(function, "__objclass__", None), "__module__", None
     )
-    return f"{module}.{name}" if module else name
+    full = f"{module}.{name}" if module else name
+    return full.replace("torch._VariableFunctionsClass.", "torch.").replace("torch._C.TensorBase.", "torch.Tensor.")
 
 
 def _short_name(function: Any) -> str:

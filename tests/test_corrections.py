@@ -186,3 +186,18 @@ def test_common_operations_stay_traced(name):
 )
 def test_an_operation_takes_all_the_keywords_that_it_has(program):
     assert_same(program, values(-0.5, 0.25, 2.0))
+
+
+def test_an_autocast_around_an_earlier_call_is_over():
+    """thunder 0.2.6 keeps it for every later compilation of the program."""
+
+    def program(x):
+        return x @ x
+
+    jitted, x = thunder.jit(program), torch.rand(3, 3)
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert jitted(x).dtype is torch.bfloat16
+    assert jitted(x).dtype is torch.float32
+    with torch.autocast("cpu", torch.float16):
+        assert jitted(x).dtype is torch.float16

@@ -41,10 +41,12 @@ def find_messages():
         for node in ast.walk(ast.parse(path.read_text())):
             if not (isinstance(node, ast.Call) and node.args):
                 continue
-            name = getattr(node.func, "id", getattr(node.func, "attr", ""))
-            if name == "warn" and len(node.args) > 1:
+            name, said = getattr(node.func, "id", getattr(node.func, "attr", "")), node.args[0]
+            if name == "warn_user":
                 name = getattr(node.args[1], "id", "")
-            message = " ".join(text_of(node.args[0]).split())
+            elif name == "warn_at":
+                name, said = getattr(node.args[2], "id", ""), node.args[1]
+            message = " ".join(text_of(said).split())
             if name in errors.__all__ and re.search("[a-z]", message):  # not one that is another's text
                 yield pytest.param(name, message, id=f"{path.stem}-{node.lineno}")
 

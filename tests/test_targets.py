@@ -4,6 +4,7 @@ import math
 import re
 import sys
 import types
+import warnings
 
 import pytest
 import thunder
@@ -152,6 +153,17 @@ def test_a_builtin_that_takes_no_tensor_is_a_target(x):
         return number * 1000
 
     assert_agrees(lambda x: x * math.sqrt(4.0), x, eager=lambda x: x * 4000)
+
+
+def test_a_function_of_pythons_is_taken_in_the_users_code_only(x):
+    @hookkit.rule(math.sqrt)
+    def root(number):
+        return number * 1000
+
+    of_torch = {"math": math}
+    exec(compile("def half(x):\n    return x / math.sqrt(4.0)\n", torch.nn.functional.__file__, "exec"), of_torch)
+    half = of_torch["half"]
+    assert_agrees(lambda x: half(x) * math.sqrt(4.0), x, eager=lambda x: x / 2 * 4000)
 
 
 def test_a_higher_order_operator_is_a_target(x):
@@ -317,10 +329,46 @@ class TestNames:
         rule = hook("hookkit_late:opperation")
         import hookkit_late  # noqa: F401
 
-        with pytest.warns(hookkit.TargetWarning, match="has no 'opperation'; nearest: operation. Correct the name"):
+        message = "has no 'opperation'; nearest: operation. Correct the name"
+        with pytest.warns(hookkit.TargetWarning, match=message) as caught:
             assert_agrees(lambda x: torch.sin(x), x)
+        (warning,) = (w for w in caught if w.category is hookkit.TargetWarning)
+        assert (warning.filename, warning.lineno) == (rule.declared_at.file, rule.declared_at.line)
+        assert f"of the rule {rule.name}, declared at {rule.declared_at}, does not resolve" in str(warning.message)
         assert_agrees(lambda x: torch.cos(x), x)
         assert rule.targets[0].state == "hookkit_late is imported and has no 'opperation'; nearest: operation"
+
+    @pytest.mark.parametrize(
+        ("name", "message"),
+        [
+            ("torch.nn.functionall:relu", "torch.nn is imported and has no module 'functionall'; nearest: functional"),
+            ("torch.nn.functionall.inner:relu", "torch.nn is imported and has no module 'functionall'"),
+            ("torch.nn.functional.relu:relu", "torch.nn.functional is imported and is no package"),
+            ("torch.nn.functional:reluu", "torch.nn.functional is imported and has no 'reluu'; nearest: relu"),
+            ("torch.nn:functionall.relu", "torch.nn is imported and has no 'functionall'; nearest: functional"),
+        ],
+    )
+    def test_a_misspelt_module_or_name_is_reported_where_the_rule_is_declared(self, name, message):
+        with pytest.warns(hookkit.TargetWarning, match=message) as caught:
+
+            @hookkit.rule(name)
+            def misspelt(x):
+                return x
+
+        assert [(w.filename, w.lineno) for w in caught] == [(__file__, misspelt.declared_at.line)]
+        assert message in misspelt.targets[0].state
+
+    def test_a_module_that_is_not_imported_yet_is_waited_for_silently(self, package):
+        package["hookkit_late"] = ""
+        package["hookkit_late.inner"] = "def operation(x):\n    return x * 2\n"
+        import hookkit_late  # noqa: F401
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", hookkit.TargetWarning)
+            hook("hookkit_late.inner:operation")
+            hook("no_such_package.inner:operation")
+            thunder.jit(torch.sin)(torch.ones(2))
+        assert "hookkit_late.inner" not in sys.modules
 
     def test_a_module_that_is_being_imported_is_waited_for(self, package, x):
         package["hookkit_late"] = (
@@ -357,7 +405,12 @@ class TestNames:
         (3, "the rule target 3 (int) is not callable; give a callable"),
         (None, "the rule target None (NoneType) is not callable"),
         (types.SimpleNamespace(a=1), "(SimpleNamespace) is not callable"),
-        ([].append, "is a method of one list; the interpreter sees the method of the type: give list.append"),
+        ([].append, "is a method of Python's list, which the interpreter of every program calls for its own ends"),
+        (
+            len,
+            "builtins.len cannot be one: it is a function of Python's, which the interpreter of every",
+        ),
+        (dict.get, "builtins.dict.get cannot be one: it is a method of Python's dict"),
         (torch.ones(2).sin, "give Tensor.sin"),
     ],
 )

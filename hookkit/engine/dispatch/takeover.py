@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import logging
+from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
@@ -16,10 +18,10 @@ from thunder.core.jit_ext import get_jit_ctx
 
 from hookkit.call import Call
 from hookkit.engine.dispatch import extensions
-from hookkit.engine.interpreter import cache_guards, call_log, guards
+from hookkit.engine.interpreter import cache_guards, call_log, guards, recompilations
 from hookkit.engine.interpreter.attempt import Raised, add_note, raise_in_program
 from hookkit.engine.interpreter.call_view import shows
-from hookkit.engine.interpreter.reasons import user_source
+from hookkit.engine.interpreter.reasons import is_called_by_user, user_source
 from hookkit.engine.interpreter.side_effects import Generators, State, following
 from hookkit.engine.opaque import opaque_calls
 from hookkit.engine.trace import gradflow
@@ -29,10 +31,12 @@ from hookkit.engine.traced.traced_call import Invocation, bind_call, trace_call
 from hookkit.engine.values.binding import Bound
 from hookkit.engine.values.wrapping import unwrap_arguments
 from hookkit.errors import HookError, UntraceableError
+from hookkit.logs import RECOMPILES, RULES
 from hookkit.modes import ModeInForce, mode_in_force
 from hookkit.patch import Patch, around
 from hookkit.registry import registry
 from hookkit.rule import Rule
+from hookkit.standard import is_pythons_own
 from hookkit.targets import signature_of
 
 __all__ = ["PATCHES", "lookaside_for", "trace_program"]
@@ -63,7 +67,7 @@ def lookaside_for(
     function = unwrap(owner) if owner is not None else None
     if call_log.all_candidates_wanted():
         call_log.note_form(callee, user_source)
-    if not registry.matching(callee, function):
+    if not registry.matching(callee, function) or (is_pythons_own(callee) and not is_called_by_user()):
         return None
     trace = get_jit_ctx().computation_trace
 
@@ -90,6 +94,8 @@ def lookaside_for(
         # that a correction does not concern a call says nothing
         if call_log.all_candidates_wanted() and any(not c.rule.is_conditional_correction for c in candidates):
             call_log.note(call, candidates, trace)
+        if RULES.isEnabledFor(logging.DEBUG) and any(not c.rule.is_conditional_correction for c in candidates):
+            call_log.note_outcome(call_log.CallRecord(call.name, call.source, None, candidates))
         return None
     record = call_log.note(call, candidates, trace)
     return partial(_take_over, record, call, owner, args, kwargs)
@@ -104,6 +110,8 @@ def trace_program(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         **kwargs: its options.
     """
     untraceable: dict[Any, str] = {}
+    recompilations.note(*args[:3])
+    _forget_autocast(get_compile_data().autocast_stack)
     while True:
         token = _untraceable.set(untraceable)
         try:
@@ -124,8 +132,18 @@ def trace_program(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if subject in untraceable:
                 raise HookError(f"{_in_words(subject)}: {reason}") from None
             untraceable[subject] = reason
+            RECOMPILES.info("the program is traced again: %s has to be opaque: %s", _in_words(subject), reason)
         finally:
             _untraceable.reset(token)
+
+
+def _forget_autocast(noted: Any) -> None:
+    """Forget under which autocasts a program was called before.
+
+    thunder notes one at each call, in ``populate_cache_info`` of thunder/__init__.py, and never takes it back.
+    """
+    is_on = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    noted.stack = deque(list(noted.stack)[-1:] if is_on else ())
 
 
 def _mode(rule: Rule[..., Any], function: type[Any] | None) -> ModeInForce:
@@ -221,6 +239,7 @@ def _take_over(
         raise
     finally:
         _running.reset(token)
+        call_log.note_outcome(record)
 
 
 def _as_the_rule_knows_it(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from thunder.core.trace import TraceCtx
 
 from hookkit.call import Call, Source
 from hookkit.forms import other_forms
+from hookkit.logs import RULES
 from hookkit.registry import Candidate, registry
 from hookkit.rule import Rule
 from hookkit.targets import CallableTarget, describe_callable
@@ -26,6 +28,7 @@ __all__ = [
     "inside_a_call",
     "note",
     "note_form",
+    "note_outcome",
     "tracings_of",
     "want_all_candidates",
 ]
@@ -168,6 +171,22 @@ def note(call: Call, candidates: Sequence[Candidate], trace: TraceCtx) -> CallRe
     else:
         _tracing(trace).calls.append(record)
     return record
+
+
+def note_outcome(record: CallRecord) -> None:
+    """Tell the log what became of a call."""
+    if not RULES.isEnabledFor(logging.INFO):
+        return
+    where = f" at {record.source}" if record.source else ""
+    reason = f": {record.reason}" if record.reason else ""
+    if record.rule is not None:
+        how = "replayed" if record.replays else record.outcome
+        RULES.info("%s()%s is taken by %s, %s%s", record.name, where, record.rule.name, how, reason)
+    for candidate in record.candidates:
+        if candidate.declined is not None:
+            RULES.debug("%s()%s is declined by %s: %s", record.name, where, candidate.rule.name, candidate.declined)
+    if record.rule is None:
+        RULES.debug("%s()%s is left to thunder", record.name, where)
 
 
 def _tracing(trace: TraceCtx) -> Tracing:

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import sysconfig
 import traceback
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
 import thunder
 import torch
-from thunder.core.interpreter import get_interpreterruntimectx
+from thunder.core.interpreter import get_interpreterruntimectx, unwrap
 
 from hookkit.call import Source
 from hookkit.errors import HookError
 
-__all__ = ["in_words", "is_users", "user_source"]
+__all__ = ["in_words", "is_called_by_user", "is_users", "user_source"]
 
 _OWN = tuple(os.path.dirname(os.path.abspath(str(path))) + os.sep for path in (torch.__file__, thunder.__file__))
-_HOOKKIT = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_HOOKKIT = str(Path(__file__).resolve().parents[2]) + os.sep
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 _INSTALLED = (sysconfig.get_paths()["purelib"] + os.sep, sysconfig.get_paths()["platlib"] + os.sep)
+_OF_GRAPHS = ("<eval_with_key>", "fx_generated_")  # what torch.fx calls the code that it makes of a graph
+_GENERATED = ("<frozen", "<attrs generated", "<__array_function__", *_OF_GRAPHS)
 
 # What thunder 0.2.6 says, and what the program did.
 _SAID = (
@@ -37,7 +41,7 @@ _SAID = (
 
 def is_users(file: str) -> bool:
     """Whether a file is not torch's, thunder's, hookkit's or Python's own."""
-    if file.startswith("<frozen") or file.startswith((*_OWN, _HOOKKIT)):
+    if file.startswith((*_GENERATED, *_OWN, _HOOKKIT)):
         return False
     return not file.startswith(_STANDARD) or file.startswith(_INSTALLED)
 
@@ -59,14 +63,46 @@ def in_words(error: BaseException) -> str:
 
 
 def user_source() -> Source | None:
-    """Where the user's program is: its innermost line that is not in torch, thunder, hookkit or Python itself."""
-    outermost = None
+    """Where the user's program is: its innermost line that is not in torch, thunder, hookkit or Python itself.
+
+    Where it has none, a module of torch that is compiled as it is, that is the line which calls the compiled program.
+    """
     for frame in reversed(get_interpreterruntimectx().frame_stack):
         code: CodeType = frame.code
         positions: Any = frame.positions
         if positions is None or positions.lineno is None:
             continue
-        if is_users(code.co_filename):
+        if code.co_filename.startswith(_OF_GRAPHS):
+            found = _line_of_graph(frame)
+            if found is not None:
+                return found
+        elif is_users(code.co_filename):
             return Source(code.co_filename, positions.lineno)
-        outermost = outermost or Source(code.co_filename, positions.lineno)
-    return outermost
+    return _line_around()
+
+
+def _line_of_graph(frame: Any) -> Source | None:
+    """The line of the program from which an operation of a graph comes, which Dynamo notes."""
+    module = unwrap(frame.localsplus[0]) if frame.localsplus else None
+    if not isinstance(module, torch.fx.GraphModule):
+        return None
+    lines: dict[int, Any] = getattr(module, "_lineno_map", None) or {}
+    place = lines.get(frame.positions.lineno - frame.code.co_firstlineno)
+    nodes = list(module.graph.nodes)
+    trace = nodes[place].meta.get("stack_trace") if place is not None and place < len(nodes) else None
+    places = [(file, int(line)) for file, line in re.findall(r'File "([^"]+)", line (\d+)', trace or "")]
+    return next((Source(*found) for found in reversed(places) if is_users(found[0])), None)
+
+
+def _line_around() -> Source | None:
+    """The innermost line of the user's that Python runs, and not thunder's interpreter."""
+    frame = sys._getframe(1)
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back  # type: ignore[assignment]
+    return Source(frame.f_code.co_filename, frame.f_lineno) if frame is not None else None
+
+
+def is_called_by_user() -> bool:
+    """Whether the function that calls is the user's own, and not one of torch's, thunder's or hookkit's."""
+    frames = get_interpreterruntimectx().frame_stack
+    return not frames or is_users(frames[-1].code.co_filename)

@@ -6,7 +6,6 @@ forward-mode AD, tensors stand for more than their data; the program that was no
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from thunder.core.module import ThunderModule
 
 from hookkit import compat
-from hookkit.errors import TransformWarning
+from hookkit.errors import TransformWarning, warn_user
 from hookkit.patch import Patch, around, around_method
 
 __all__ = ["PATCHES", "active"]
@@ -51,12 +50,11 @@ def warn(stock: Callable[[], None]) -> None:
         stock()
     elif reason not in _warned:
         _warned.add(reason)
-        warnings.warn(
+        warn_user(
             f"{reason} is active around a program compiled by thunder, which is compiled for plain tensors: PyTorch "
             "runs the program that was not compiled, with the same result and eager PyTorch's speed and memory. To "
             "be without this warning give the transform the program that is not compiled",
             TransformWarning,
-            stacklevel=4,
         )
 
 

@@ -317,7 +317,7 @@ def _from_meta_function(
                 f"{invocation.call}; it must return the outputs' metadata for these arguments"
             ) from error
         marked: set[int] = set()
-        output, residuals = output_and_residuals(invocation.rule, output, "meta function")
+        output, residuals = output_and_residuals(invocation.rule, invocation.call, output, "meta function")
         if residuals is not None:
             marked = {id(t) for t in residuals._marks.non_differentiable}
         tensors, structure = split_tensors(output)

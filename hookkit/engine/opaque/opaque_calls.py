@@ -47,6 +47,7 @@ from hookkit.engine.values.wrapping import (
     wrap_result,
 )
 from hookkit.errors import MetaError, MetaWarning, OpaqueFallbackWarning, RegistrationError, UntraceableError, warn_at
+from hookkit.logs import FALLBACKS
 from hookkit.patch import Patch
 from hookkit.targets import signature_of
 
@@ -212,6 +213,9 @@ def fall_back(invocation: Invocation, error: BaseException) -> tuple[Any, str]:
             f'Its mode is "trace" by {invocation.mode.said_by}; "auto" lets it run as one opaque operator.'
         ) from error
     result = opaque_call(invocation, error)
+    FALLBACKS.info(
+        "%s (rule %s) cannot be traced and runs as one opaque operator: %s", call, invocation.rule.name, reason
+    )
     warned_of = _warned_of.setdefault(invocation.subject, set())
     if reason not in warned_of:
         warned_of.add(reason)

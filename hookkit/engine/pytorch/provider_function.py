@@ -56,7 +56,7 @@ def provider_callee(rule: Rule[..., Any], call: Call) -> Callable[..., Any]:
     leading = (call.seen,) if rule.pass_call else ()
     forward = functools.partial(rule.forward, *leading)
     if rule.backward_provider is None:
-        return lambda *args, **kwargs: output_and_residuals(rule, forward(*args, **kwargs))[0]
+        return lambda *args, **kwargs: output_and_residuals(rule, call, forward(*args, **kwargs))[0]
     backward = functools.partial(rule.backward_provider, *leading)
 
     class Providers(torch.autograd.Function):
@@ -72,7 +72,7 @@ def provider_callee(rule: Rule[..., Any], call: Call) -> Callable[..., Any]:
             with uses:
                 result = forward(*args, **kwargs)
             ctx.used = uses.names if isinstance(uses, Uses) else ()
-            result, kept = output_and_residuals(rule, result)
+            result, kept = output_and_residuals(rule, call, result)
             residuals = kept if kept is not None else Residuals({})
             marks = residuals._marks
             values = {k: v for k, v in residuals.__dict__.items() if not k.startswith("_")}
@@ -82,11 +82,11 @@ def provider_callee(rule: Rule[..., Any], call: Call) -> Callable[..., Any]:
             if generators is not None and _are_computed(values, [*leaves((args, kwargs)), *tensors, *outputs]):
                 inputs = tensors
                 by_name = Bound.of(rule, Call(forward, None, args, kwargs)).by_name
-                ctx.again = _Again(forward, generators, bool(marks.dirty), not _are_own(besides, by_name))
+                ctx.again = _Again(forward, call, generators, bool(marks.dirty), not _are_own(besides, by_name))
             places = {id(t): Slot(i) for i, t in enumerate(tensors)}
             args, kwargs, besides = map_leaves(lambda v: places.get(id(v), v), (args, kwargs, besides))
             ctx.arguments = (args, kwargs)
-            ctx.bound = Bound.of(rule, Call(forward, None, args, kwargs))
+            ctx.bound = attrs.evolve(Bound.of(rule, Call(forward, None, args, kwargs)), named=str(call))
             ctx.bound.outside = besides
             ctx.needs = ctx.bound.needs([Slot(i) for i, n in enumerate(ctx.needs_input_grad[3:]) if n])
             ctx.inputs = [Metadata.of(t) for t in tensors]
@@ -113,13 +113,13 @@ def provider_callee(rule: Rule[..., Any], call: Call) -> Callable[..., Any]:
                 map_leaves(lambda v: gradients[v.index] if isinstance(v, Slot) else None, item) for item in items
             ]
             result: list[Any] = [None] * len(ctx.inputs)
-            check_takes(rule, len(arguments))
+            check_takes(rule, call, len(arguments))
             with watch or contextlib.nullcontext():
                 found = backward(residuals, *arguments)
             refuse_missing(rule, call, ctx.used, found)
             for label, place, gradient in ctx.bound.pair_gradients(rule, found):
                 if gradient is not None:
-                    ctx.inputs[place.index].check(rule, label, gradient)
+                    ctx.inputs[place.index].check(rule, call, label, gradient)
                     present = result[place.index]
                     result[place.index] = gradient if present is None else present + gradient
             if watch is not None and watch.why is not None:
@@ -165,12 +165,14 @@ class _Again:
 
     Attributes:
         forward: the forward provider.
+        call: the call.
         generators: the random generators as they were when it ran first.
         is_dirty: whether it changes an argument in place.
         uses_others: whether it uses tensors that are no arguments, which the program has under other names now.
     """
 
     forward: Callable[..., Any]
+    call: Call
     generators: Generators
     is_dirty: bool
     uses_others: bool
@@ -185,7 +187,7 @@ class _Again:
         self.generators.restore()
         try:
             with torch.enable_grad():
-                return output_and_residuals(rule, self.forward(*args, **kwargs))[1]
+                return output_and_residuals(rule, self.call, self.forward(*args, **kwargs))[1]
         except Exception as error:  # a function in C, say, that takes no tensor with a graph
             watch.why = f"raises {type(error).__name__} where PyTorch follows it: {error}"
             return None
@@ -270,13 +272,13 @@ class Metadata:
         """The metadata of a tensor."""
         return cls(tuple(tensor.shape), tensor.device)
 
-    def check(self, rule: Rule[..., Any], label: str, gradient: Any) -> None:
+    def check(self, rule: Rule[..., Any], call: Call, label: str, gradient: Any) -> None:
         """Refuse a gradient that does not fit.
 
         Raises:
             GradientError: if it is no tensor, on another device, or of a shape that does not reduce to the input's.
         """
-        where = f"{rule.described('backward provider')} returned a gradient of {label}"
+        where = f"{rule.described('backward provider')} for {call} returned a gradient of {label}"
         if not isinstance(gradient, torch.Tensor):
             raise GradientError(f"{where} that is {gradient!r} ({type(gradient).__name__}); expected a tensor or None")
         if not (gradient.is_floating_point() or gradient.is_complex()):

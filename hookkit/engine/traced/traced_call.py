@@ -109,7 +109,8 @@ class Invocation:
     @property
     def note(self) -> str:
         """What is added to an exception that the call raises (PEP 678)."""
-        return f"raised in {self.call}, which hookkit's rule {self.rule.name} takes over"
+        place = "" if self.rule.ships else f", declared at {self.rule.declared_at},"
+        return f"raised in {self.call}, which hookkit's rule {self.rule.name}{place} takes over"
 
     @staticmethod
     def is_made_by_program(value: Any) -> bool:
@@ -206,7 +207,7 @@ def bind_call(invocation: Invocation, composite: Composite, returned: Any) -> An
 
 def _split(invocation: Invocation, wrapped: Any) -> tuple[Any, Any]:
     """The plain output, and the wrapped residuals or None."""
-    output, residuals = output_and_residuals(invocation.rule, unwrap(wrapped))
+    output, residuals = output_and_residuals(invocation.rule, invocation.call, unwrap(wrapped))
     if residuals is None:
         return output, None
     wrapped.track_items()
@@ -401,7 +402,7 @@ def _run_backward(
     """The backward's operations, and the gradient of each input by the input's name."""
     trace = get_jit_ctx().computation_trace
     rule = invocation.rule
-    check_takes(rule, len(arguments))
+    check_takes(rule, invocation.call, len(arguments))
     origin = ProvenanceRecord(PseudoInst.NEW, inputs=[wrap_const(Residuals).provenance])
     if wrapped_residuals is None:
         wrapped_residuals = wrap(Residuals({}), provenance=origin)

@@ -36,6 +36,7 @@ class Bound:
         by_name: the arguments by parameter name; ``*args`` as a tuple.
         omitted: the names of the parameters that are left at their defaults.
         outside: tensors that the forward uses and that are no arguments, by name: ``"self.weight"``.
+        named: what messages call it; by default as the call.
     """
 
     call: Call
@@ -43,6 +44,7 @@ class Bound:
     by_name: dict[str, Any]
     omitted: tuple[str, ...] = ()
     outside: dict[str, Any] = attrs.field(factory=dict)
+    named: str = ""
 
     @classmethod
     def of(cls, rule: Rule[..., Any], call: Call) -> Bound:
@@ -96,7 +98,7 @@ class Bound:
         Raises:
             GradientError: if there are too few or too many, or names or structure do not fit.
         """
-        where = f"{rule.described('backward provider')} for {self.call}"
+        where = f"{rule.described('backward provider')} for {self.named or self.call}"
         if result is None and not rule.ships:
             raise GradientError(f"{where} returned None: is its return statement missing? {{}} says: no gradients")
         if isinstance(result, dict):
