@@ -168,10 +168,12 @@ def count_misfit(target: inspect.Signature, provider: inspect.Signature) -> str 
 
 
 def returns_nothing(function: Any) -> bool:
-    """Whether a function of Python's returns None on every path, as one does that lacks its ``return``."""
+    """Whether a ``def`` returns None on every path, as one does that lacks its ``return``."""
     function = getattr(function, "__func__", function)
     makes = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
-    if not isinstance(function, types.FunctionType) or function.__code__.co_flags & makes:
+    if not isinstance(function, types.FunctionType) or function.__name__ == "<lambda>":
+        return False
+    if function.__code__.co_flags & makes:
         return False
     found = []
     for before, instruction in itertools.pairwise(dis.get_instructions(function)):

@@ -97,18 +97,23 @@ def test_a_meta_function_that_raises_is_named_with_its_place_and_the_calls():
     assert CALL in str(caught.value)
 
 
+def forgetful(x, y):
+    x * y
+
+
+def forgetful_of_one(x):
+    x * 2
+
+
 class TestAMissingReturnIsSaidWhereTheProviderIsDeclared:
     def test_of_a_forward_provider(self):
-        def forgetful(x, y):
-            x * y
-
         message = rf"the forward provider of the rule forgetful \({re.escape(place(forgetful))}\) returns None"
         with pytest.raises(hookkit.RegistrationError, match=message):
             hookkit.rule(product)(forgetful)
 
     def test_of_a_forward_provider_for_a_function_of_torch(self):
         with pytest.raises(hookkit.RegistrationError, match=r"its target torch.exp does not: is its return statement"):
-            hookkit.rule(torch.exp)(lambda input: None)
+            hookkit.rule(torch.exp)(forgetful_of_one)
 
     def test_of_a_forward_provider_for_a_function_class(self):
         class Twice(torch.autograd.Function):
@@ -117,36 +122,40 @@ class TestAMissingReturnIsSaidWhereTheProviderIsDeclared:
                 return x * 2
 
         with pytest.raises(hookkit.RegistrationError, match="is its return statement missing"):
-            hookkit.rule(Twice)(lambda x: None)
+            hookkit.rule(Twice)(forgetful_of_one)
 
     def test_of_a_backward_provider(self):
         rule = hookkit.rule(product)(forward)
         with pytest.raises(
             hookkit.RegistrationError, match=r"the backward provider of the rule forward \(.*\) returns None"
         ):
-            rule.backward(lambda saved, grad: None)
+            rule.backward(forgetful)
 
     def test_of_a_meta_function(self):
         rule = hookkit.rule(product, mode="opaque")
         with pytest.raises(
             hookkit.RegistrationError, match=r"the meta function of the rule product \(.*\) returns None"
         ):
-            rule.meta(lambda x, y: None)
+            rule.meta(forgetful)
 
     def test_of_a_condition(self):
         rule = hookkit.rule(product)(forward)
         with pytest.raises(hookkit.RegistrationError, match="so that the rule never takes a call"):
-            rule.when(lambda x, y: None)
+            rule.when(forgetful)
 
     def test_not_where_the_target_returns_nothing_or_a_path_raises(self):
         def log(x):
             print(x)
 
+        def silent(x):
+            pass
+
         def refuse(x, y):
             raise NotImplementedError
 
-        hookkit.rule(log)(lambda x: None)
+        hookkit.rule(log)(silent)
         hookkit.rule(product)(refuse)
+        hookkit.rule(torch.exp)(lambda x: None)  # that lacks no return
 
 
 def test_a_condition_without_a_return_on_one_path_says_so_where_it_declines():
