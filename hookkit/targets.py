@@ -307,10 +307,18 @@ class NameTarget:
         if self.module not in sys.modules:
             return missing_module(self.module)
         found, holder, part = self._follow()
-        if holder is None or found is not None or part in dir(holder):
+        if holder is None or found is not None or part in dir(holder) or self._names_unknown_library():
             return None
         near = difflib.get_close_matches(part, dir(holder), n=3)
         return f"{self.module} is imported and has no {part!r}" + (f"; nearest: {', '.join(near)}" if near else "")
+
+    def _names_unknown_library(self) -> bool:
+        """Whether the name is that of an operator whose library nobody has registered operators of so far."""
+        if self.module != "torch.ops":
+            return False
+        library = self.qualname.partition(".")[0]
+        known = {name.partition("::")[0] for name in torch._C._dispatch_get_all_op_names()}
+        return library not in known and library != "higher_order"
 
 
 Target = CallableTarget | FunctionTarget | NameTarget | PredicateTarget

@@ -370,6 +370,25 @@ class TestNames:
             thunder.jit(torch.sin)(torch.ones(2))
         assert "hookkit_late.inner" not in sys.modules
 
+    def test_an_operator_of_a_library_that_is_not_there_yet_is_waited_for(self, package, x):
+        package["hookkit_late"] = (
+            "import torch\n"
+            "@torch.library.custom_op('hookkit_late::operation', mutates_args=())\n"
+            "def operation(x: torch.Tensor) -> torch.Tensor:\n    return x * 2\n"
+        )
+        rule = hook("torch.ops:hookkit_late.operation")
+        assert_agrees(lambda x: torch.sin(x), x)
+        assert rule.targets[0].state == "not there yet"
+
+        import hookkit_late  # noqa: F401
+
+        assert_agrees(lambda x: torch.ops.hookkit_late.operation(x), x, eager=thousandfold)
+
+    @pytest.mark.parametrize("name", ["aten.sinn", "higher_order.contd"])
+    def test_an_operator_that_a_library_of_torch_lacks_is_missing(self, name):
+        with pytest.warns(hookkit.TargetWarning, match=rf"torch\.ops is imported and has no '{name.split('.')[1]}'"):
+            hook(f"torch.ops:{name}")
+
     def test_a_module_that_is_being_imported_is_waited_for(self, package, x):
         package["hookkit_late"] = (
             "import hookkit, sys\n"
