@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hookkit.declare import Declaration, rule
     from hookkit.errors import (
         ConflictError,
+        DataDependencyError,
         GradientError,
         HookError,
         MetaError,
@@ -50,6 +51,7 @@ __all__ = [
     "Call",
     "ConflictError",
     "CustomFunction",
+    "DataDependencyError",
     "Declaration",
     "Explanation",
     "GradientError",
@@ -95,6 +97,7 @@ _MODULES = {
     "declare": ("Declaration", "rule"),
     "errors": (
         "ConflictError",
+        "DataDependencyError",
         "GradientError",
         "HookError",
         "MetaError",

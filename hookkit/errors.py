@@ -12,6 +12,7 @@ from typing import Any
 
 __all__ = [
     "ConflictError",
+    "DataDependencyError",
     "GradientError",
     "HookError",
     "MetaError",
@@ -91,6 +92,21 @@ class UntraceableError(HookError):
         Traceback (most recent call last):
             ...
         hookkit.errors.UntraceableError: ...
+    """
+
+
+class DataDependencyError(UntraceableError, NotImplementedError):
+    """A program goes by the value of a tensor, which is not known while it is traced.
+
+    It is a ``NotImplementedError``, too, as thunder's own refusals of this kind are.
+
+    Example:
+        >>> import hookkit, thunder, torch
+        >>> jitted = thunder.jit(lambda x: x * 2 if x.sum() > 0 else x)
+        >>> jitted(torch.ones(3))
+        Traceback (most recent call last):
+            ...
+        hookkit.errors.DataDependencyError: the program uses the value of a tensor ... as a Python boolean ...
     """
 
 

@@ -48,6 +48,7 @@ MENDS: dict[str, dict[str, Any]] = {
     "hookkit.mends.threads": _ALL,
     "hookkit.mends.buffers": _ALL,
     "hookkit.mends.wrong_answers": _ALL,
+    "hookkit.mends.data_dependence": _ALL,
     "hookkit.mends.tensor_identity": _ALL,
     "hookkit.mends.iterators": _ALL,
     "hookkit.mends.partials": _ALL,

@@ -1,7 +1,8 @@
 """What a tensor of a program is as an object of Python: of which class, which attributes it has, which other it is.
 
 In a traced program a tensor is a ``TensorProxy``. Asked for its class thunder tells that one's, and of a program's
-input that comes by two ways there are two. Here the program is told what it would see of the tensor itself.
+input that comes by two ways there are two. Here the program is told what it would see of the tensor itself, and
+of a number that a tensor holds what it would see of that.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from thunder.core import interpreter, jit_ext
 from thunder.core.devices import to_torch_device
 from thunder.core.dtypes import to_torch_dtype
 from thunder.core.interpreter import get_interpreterruntimectx, unwrap, wrap_const
-from thunder.core.proxies import TensorProxy
+from thunder.core.proxies import NumberProxy, TensorProxy
 from thunder.core.trace import TraceCtx
 
 from hookkit.engine.dispatch.extensions import Extension
@@ -52,10 +53,10 @@ def lookaside(function: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None
     """
     if isinstance(function, weakref.ref):
         return _referent(function)
-    if not args or not isinstance(args[0].value, TensorProxy) or _is_thunders_own():
+    if not args or not isinstance(args[0].value, TensorProxy | NumberProxy) or _is_thunders_own():
         return None
     try:
-        question = _QUESTIONS.get(function)
+        question = (_QUESTIONS if isinstance(args[0].value, TensorProxy) else _QUESTIONS_OF_NUMBERS).get(function)
     except TypeError:  # unhashable
         return None
     return question(*map(unwrap, args)) if question is not None else None
@@ -121,6 +122,24 @@ _QUESTIONS: dict[Any, Callable[..., Callable[..., Any] | None]] = {
     hasattr: _has_attribute,
     getattr: _attribute,
     TensorProxy.__getattr__: _unknown_attribute,
+}
+
+
+def _class_of_number(number: NumberProxy, *rest: Any) -> Callable[..., Any] | None:
+    return None if rest else _answer(number.python_type)
+
+
+def _is_instance_of_number(number: NumberProxy, classes: Any) -> Callable[..., Any]:
+    try:
+        return _answer(isinstance(number.python_type(0), classes))
+    except TypeError as error:
+        return _raising(error)
+
+
+# numbers that tensors hold
+_QUESTIONS_OF_NUMBERS: dict[Any, Callable[..., Callable[..., Any] | None]] = {
+    type: _class_of_number,
+    isinstance: _is_instance_of_number,
 }
 
 

@@ -14,9 +14,17 @@ from numbers import Number
 from typing import Any
 
 import torch
-from thunder.core.devices import cpu
+from thunder.core.devices import cpu, to_torch_device
 from thunder.core.dtypes import to_torch_dtype
-from thunder.core.interpreter import PseudoInst, _interpret_call, interpreter_needs_wrap
+from thunder.core.interpreter import (
+    INTERPRETER_SIGNALS,
+    PseudoInst,
+    _interpret_call,
+    _tuple_new_provenance_tracking_lookaside,
+    interpreter_needs_wrap,
+    wrap,
+    wrap_const,
+)
 from thunder.core.proxies import NumberProxy, TensorProxy
 
 from hookkit.engine.dispatch.extensions import Extension
@@ -26,16 +34,16 @@ from hookkit.mends.mend import Mend
 from hookkit.patch import Patch, around, around_method
 
 __all__ = [
-    "DECISIONS",
     "MENDS",
     "bind",
     "broadcast",
     "compare",
     "inference_mode",
     "keys_count",
-    "of_known_value",
+    "new_tuple",
     "printed",
     "proxify",
+    "torch_device",
     "torch_dtype",
     "unsupported_nodes",
 ]
@@ -75,6 +83,28 @@ def _proxify(context: Any, stock: Callable[..., Any], value: Any) -> Any:
         if name not in type(held)._fields:  # type: ignore[attr-defined]
             attribute.register_proxy(getattr(proxies, name))
     return proxies
+
+
+def new_tuple(stock: Callable[..., Any], cls: Any, *items: Any) -> Any:
+    """``tuple.__new__`` of a class that is derived from a named tuple, or from a tuple and has other arguments.
+
+    thunder (``_tuple_new_provenance_tracking_lookaside`` in thunder/core/interpreter.py) refuses the first, and calls
+    the class of the second, which makes another tuple of the items.
+    """
+    kind = cls.value
+    if kind is tuple or (kind.__bases__ == (tuple,) and kind.__new__ is tuple.__new__):
+        return stock(cls, *items)
+    plain = stock(wrap_const(tuple), *items)
+    if plain is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
+        return plain
+    made = wrap(tuple.__new__(kind, plain.value), provenance=plain.provenance)
+    made.item_wrappers = plain.item_wrappers
+    return made
+
+
+def torch_device(tensor: Any) -> torch.device:
+    """As torch names it: thunder's own devices are not torch's, where a function of torch or a dict is asked."""
+    return to_torch_device(tensor.device)  # type: ignore[no-any-return]
 
 
 def _is_constant(provenance: Any) -> bool:
@@ -121,19 +151,6 @@ def compare(tensor: Any, stock: Callable[..., Any], other: Any) -> Any:
     )
 
 
-# What a program branches on; FloatProxy and the others have these from NumberProxy.
-DECISIONS = ("__bool__", "__eq__", "__ge__", "__gt__", "__le__", "__lt__", "__ne__")
-
-
-def of_known_value(number: Any, stock: Callable[..., Any], *others: Any) -> Any:
-    """A comparison of numbers whose values are known; thunder takes one that is not (``x.item() > 0``) for false."""
-    if any(isinstance(n, NumberProxy) and n.value is None for n in (number, *others)):
-        raise NotImplementedError(
-            "the program branches on the value of a tensor (data dependency), which is not known before it runs"
-        )
-    return stock(number, *others)
-
-
 def broadcast(stock: Callable[..., Any], *tensors: Any, treat_cpu_scalar_tensors_as_numbers: bool = True) -> Any:
     """Tensors in their common shape; on the CPU those without dimensions, too.
 
@@ -172,11 +189,6 @@ def _symbols(bsyms: Any) -> Iterator[Any]:
 
 def _records_lists(trace: Any) -> bool:
     return any(type(a) is list for b in trace.bound_symbols for a in (*b.args, *b.kwargs.values()))
-
-
-def _knows_no_value(trace: Any) -> bool:
-    outputs = (o for b in _symbols(trace.bound_symbols) for o in b.flat_outs)
-    return any(isinstance(o, NumberProxy) and o.value is None for o in outputs)
 
 
 def _mixes_ranks(trace: Any) -> bool:
@@ -246,29 +258,6 @@ print(thunder.jit(lambda x: x * (2 if x == None else 3))(torch.ones(1)).tolist()
         ),
     ),
     Mend(
-        "numbers that only the run knows",
-        "A number that a tensor holds has no value while a program is traced, and every comparison with it is false.",
-        program="""
-def f(x):
-    return x * 2 if x.sum().item() > 0 else x
-
-print(thunder.jit(f)(torch.ones(1)).tolist())
-""",
-        stock="[1.0]",
-        eager="[2.0]",
-        refused="NotImplementedError",
-        patches=tuple(
-            Patch(
-                f"thunder.core.proxies:NumberProxy.{name}",
-                around_method(of_known_value),
-                "a number that a tensor holds is taken for false where the program branches on it",
-                takes=("self",) if name == "__bool__" else ("self, other",),
-                concerns=_knows_no_value,
-            )
-            for name in DECISIONS
-        ),
-    ),
-    Mend(
         "named results in a trace",
         "A result such as that of `torch.sort` is a plain tuple in a program, without the names that PyTorch gives it.",
         program="""
@@ -335,14 +324,36 @@ print(x.grad.tolist())
         ),
     ),
     Mend(
-        "a dtype as torch names it",
-        "`x.dtype` of a tensor in a program is a dtype of thunder's, which is not equal to torch's.",
+        "a dtype and a device as torch names them",
+        "`x.dtype` and `x.device` of a tensor in a program are thunder's, which are not equal to torch's.",
         program="""
 print(thunder.jit(lambda x: x * (2 if x.dtype in (torch.float32,) else 3))(torch.ones(1)).tolist())
 """,
         stock="[3.0]",
         eager="[2.0]",
-        extension=Extension(answers={TensorProxy.dtype.fget: interpreter_needs_wrap(torch_dtype)}),
+        extension=Extension(
+            answers={
+                TensorProxy.dtype.fget: interpreter_needs_wrap(torch_dtype),
+                TensorProxy.device.fget: interpreter_needs_wrap(torch_device),
+            }
+        ),
+    ),
+    Mend(
+        "classes derived from tuples",
+        "`tuple.__new__` of a class that is derived from a named tuple is refused.",
+        program="""
+import collections
+
+class Pair(collections.namedtuple("Pair", ["a", "b"])):
+    pass
+
+print(thunder.jit(lambda x: Pair(x, x * 2).b * 3)(torch.ones(1)).tolist())
+""",
+        stock="NotImplementedError",
+        eager="[6.0]",
+        extension=Extension(
+            answers={tuple.__new__: partial(new_tuple, _tuple_new_provenance_tracking_lookaside)},
+        ),
     ),
     Mend(
         "inference mode",

@@ -22,6 +22,7 @@ __all__ = [
     "retain_grad",
     "saved_tensors_hooks",
     "script_module",
+    "to_python",
 ]
 
 FUNCTIONS = of_torch(
@@ -73,6 +74,19 @@ def register_hook(call: hookkit.Call, self: Any, hook: Any) -> NoReturn:
         f"{call} is not supported inside a program compiled by thunder: there is no autograd graph while it is traced. "
         "Register the hook outside the compiled program, on a tensor that it takes or returns; or change the gradient "
         "in the backward of a torch.autograd.Function."
+    )
+
+
+TO_PYTHON = of_torch("Tensor.is_nonzero", "Tensor.numpy", "Tensor.tolist", "is_nonzero")
+
+
+@hookkit.rule(TO_PYTHON, mode="trace", pass_call=True, priority=-100)
+def to_python(call: hookkit.Call, *args: Any, **kwargs: Any) -> NoReturn:
+    """Refuses to look at values that only the run knows."""
+    raise hookkit.DataDependencyError(
+        f"{call} makes Python values of a tensor (data dependency), which are known only when the program runs. "
+        "Compute with tensors; or call it outside the compiled program, or in a function that runs as one operator: "
+        'hookkit.rule(function, mode="opaque"), or the forward of a torch.autograd.Function'
     )
 
 

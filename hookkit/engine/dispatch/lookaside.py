@@ -81,7 +81,10 @@ def _lookaside(stock: Callable[..., Any]) -> Callable[..., Any]:
     answers.update(native)
     answers[recompute] = recomputation.recompute
 
-    def general_jit_lookaside(fn: Any, *args: Any, **kwargs: Any) -> Any:
+    def general_jit_lookaside(fn: Any, /, *args: Any, **kwargs: Any) -> Any:
+        def thunders() -> Any:  # whose own parameter has a name, too, that the program may use
+            return stock(fn, *args, **{name: value for name, value in kwargs.items() if name != "fn"})
+
         try:
             answer = answers.get(fn) or extensions.answer(fn)
         except TypeError:
@@ -102,16 +105,15 @@ def _lookaside(stock: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(fn, _WrappedCall):
             return partial(interpreter._interpret_call, _module_call(fn, interpreter.unwrap(args[0])))
         if (attribute := attribute_lookup(fn, args)) is not None:
-            taken = lookaside_for(
-                attribute, None, args[:1], {}, unsupported=missing_operations.lacking(attribute, attribute)
-            )
-            return partial(_of_tensor, taken) if taken is not None else stock(fn, *args, **kwargs)
+            lacking = missing_operations.lacking(attribute, attribute)
+            taken = lookaside_for(attribute, None, args[:1], {}, unsupported=lacking)
+            return partial(_of_tensor, taken) if taken is not None else thunders()
         callee = torch_callee(fn)
         found = lookaside_for(callee, None, args, kwargs, unsupported=missing_operations.lacking(fn, callee))
         found = found or method_lookup(fn, args) or extensions.after_rules(fn, args)
         if found is not None:
             return found
-        found = missing_operations.or_opaque(fallback_of(fn) or stock(fn, *args, **kwargs), callee)
+        found = missing_operations.or_opaque(fallback_of(fn) or thunders(), callee)
         if found is None and interpreter.is_opaque(fn):
             cache_guards.note_read(fn, map(interpreter.unwrap, args))
         return found

@@ -30,7 +30,7 @@ from hookkit.engine.traced import replay
 from hookkit.engine.traced.traced_call import Invocation, bind_call, trace_call
 from hookkit.engine.values.binding import Bound
 from hookkit.engine.values.wrapping import unwrap_arguments
-from hookkit.errors import HookError, UntraceableError
+from hookkit.errors import DataDependencyError, HookError, UntraceableError
 from hookkit.logs import RECOMPILES, RULES
 from hookkit.modes import ModeInForce, mode_in_force
 from hookkit.patch import Patch, around
@@ -89,7 +89,7 @@ def lookaside_for(
                 if candidate.declined is None and not call_log.all_candidates_wanted():
                     break
     except HookError as error:
-        return partial(lambda error, *_, **__: raise_in_program(error), error)
+        return partial(lambda error, /, *_, **__: raise_in_program(error), error)
     if not any(c.declined is None for c in candidates):
         # that a correction does not concern a call says nothing
         if call_log.all_candidates_wanted() and any(not c.rule.is_conditional_correction for c in candidates):
@@ -118,7 +118,7 @@ def trace_program(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             with extensions.around_tracing(args[0]), cache_guards.tracing(*args[:3]):
                 return stock(*args, **kwargs)
         except InterpreterError as error:
-            if isinstance(error.__cause__, Exception):
+            if isinstance(error.__cause__, Exception) and not isinstance(error.__cause__, HookError):
                 raise
             # thunder makes an Exception of what ends a program: KeyboardInterrupt, SystemExit
             raise error.__cause__ or error  # noqa: B904
@@ -196,6 +196,7 @@ def _take_over(
     owner: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    /,
     *_: Any,
     **__: Any,
 ) -> Any:
@@ -301,7 +302,8 @@ def _run(invocation: Invocation, record: call_log.CallRecord) -> Any:
             replay.remember(trace, key, invocation, composite, returned, everything)
         return bind_call(invocation, composite, returned)
     except Raised as raised:
-        if invocation.mode.mode == "trace" and isinstance(raised.error, HookError):
+        is_refusal = isinstance(raised.error, HookError) and not isinstance(raised.error, DataDependencyError)
+        if invocation.mode.mode == "trace" and is_refusal:
             raise
         error = raised.error
     except HookError as refused:

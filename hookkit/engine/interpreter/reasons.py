@@ -35,6 +35,11 @@ _SAID = (
         r"uses the value of a tensor as a Python \1, which is known only when the program runs",
     ),
     (r"Can't call numpy\(\) on Tensor", "calls Tensor.numpy()"),
+    (
+        r"uses the value of a .* as (an? [\w ]+|text)(?: at .*)? \(data dependency\)",
+        r"uses the value of a tensor as \1, which is known only when the program runs",
+    ),
+    (r"(\w+)\(\) at .* makes Python values of a tensor", r"calls Tensor.\1()"),
     (r"(\w+)\(\) of a tensor is not known while a call is traced", r"calls Tensor.\1()"),
 )
 

@@ -89,6 +89,10 @@ def _by_trying(
             watch = _Watch(refuse_memory=not lacking)
             with FakeTensorMode(allow_non_fake_inputs=True), watch, writes_undone:
                 expected = probe(operator, [example(p, None) for p in slots], writes_undone)
+                if any(_is_unknown(p) for p in slots):
+                    other = probe(operator, [example(p, None, number=2) for p in slots], writes_undone)
+                    if other.tensors != expected.tensors:
+                        raise NotImplementedError(f"{expected.tensors} for one number, {other.tensors} for another")
             _look_again(invocation, operator, slots, expected, writes_undone)
             return expected
         except Exception as error:
@@ -170,7 +174,8 @@ def _of_operation(
         try:
             first, second = _on_examples(invocation, operator, slots, writes_undone)
         except Exception as error:
-            if type(error) is type(without_data) and not isinstance(error, NotImplementedError):
+            is_own = type(error) is type(without_data) and not isinstance(error, NotImplementedError)
+            if is_own and not any(_is_unknown(p) for p in slots):
                 raise Raised(error, interpreted=False) from None
         else:
             tensors_only = all(isinstance(leaf, Slot) for leaf in leaves(first.structure))
@@ -211,7 +216,7 @@ def _on_examples(
             if proxy.name in known:
                 return known[proxy.name].clone()
             integer = seed if invocation.call.unsupported is not None else 0
-            return example(proxy, seed, definite=definite, integer=integer)
+            return example(proxy, seed, definite=definite, integer=integer, number=1 + seed)
 
         with _Watch():
             return probe(operator, [value(p) for p in slots], writes_undone)
@@ -332,13 +337,19 @@ def _from_meta_function(
     )
 
 
-def example(proxy: Proxy, seed: int | None, *, definite: bool = False, integer: int = 0) -> Any:
+def _is_unknown(proxy: Proxy) -> bool:
+    """Whether it is a number that a tensor holds."""
+    return isinstance(proxy, NumberProxy) and proxy.value is None
+
+
+def example(proxy: Proxy, seed: int | None, *, definite: bool = False, integer: int = 0, number: int = 1) -> Any:
     """A value with a proxy's metadata: without data, or with values inside the usual domains.
 
-    With ``definite`` square matrices are symmetric and positive definite.
+    With ``definite`` square matrices are symmetric and positive definite; ``integer`` is what a tensor of integers is
+    full of, ``number`` what a number is that a tensor holds.
     """
     if isinstance(proxy, NumberProxy):
-        return proxy.value
+        return proxy.python_type(number) if _is_unknown(proxy) else proxy.value
     if isinstance(proxy, AnyProxy):
         return proxy._o
     if not isinstance(proxy, TensorProxy):
