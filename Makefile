@@ -5,10 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test fuzz lint types layering docs cases bench load peers matrix fresh dist clean
+.PHONY: help demo test fuzz lint types layering docs site-check cases bench load peers matrix fresh dist clean
 
 help:  ## list the targets
-	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
 # torch first and by its pin, so that nothing later pulls in another one.
 $(INSTALLED): pyproject.toml constraints.txt
@@ -39,6 +39,9 @@ layering: $(INSTALLED)  ## check that imports point downwards only
 
 docs: $(INSTALLED)  ## build the documentation in docs/_build/html
 	$(BIN)/sphinx-build -W -n --keep-going -b html docs docs/_build/html
+
+site-check: docs  ## open every page of the documentation in Chromium, which has to be there
+	$(BIN)/python scripts/site_check.py
 
 cases: $(INSTALLED)  ## run the contract's programs with hookkit and without it, and count what becomes of them
 	$(BIN)/python scripts/cases.py
