@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     )
     from hookkit.forms import forms
     from hookkit.modes import mode
+    from hookkit.opaque_function import opaque
     from hookkit.operators import Operator
     from hookkit.registry import rules
     from hookkit.reporting import Explanation, Report, explain, report
@@ -79,6 +80,7 @@ __all__ = [
     "is_enabled",
     "mark",
     "mode",
+    "opaque",
     "recompute",
     "report",
     "rule",
@@ -113,6 +115,7 @@ _MODULES = {
     "forms": ("forms",),
     "modes": ("mode",),
     "registry": ("rules",),
+    "opaque_function": ("opaque",),
     "operators": ("Operator",),
     "reporting": ("Explanation", "Report", "explain", "report"),
     "residuals": ("Residuals", "mark", "recompute", "save"),

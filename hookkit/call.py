@@ -143,6 +143,8 @@ class Call:
             named: Any = self.function if self.function is not None else self.callable
             if isinstance(named, MethodWrapperType):  # torch.Tensor.mT.__get__, and other attributes
                 named = named.__self__
+            if getattr(named, "calls_its_argument", False) and self.args:  # what hookkit.opaque makes
+                named = self.args[0]
             self._name = str(getattr(named, "__name__", None) or type(named).__name__)
         return self._name
 

@@ -13,7 +13,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import BuiltinMethodType, FrameType, FunctionType, MethodType, ModuleType
+from types import BuiltinMethodType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -440,6 +440,25 @@ def active_measures() -> list[str]:
         measures.append(f"{len(higher_order_apply_targets())} callables mean autograd_function_apply")
     measures.append("lazily compiled graph modules are made real before they are interpreted")
     return measures
+
+
+@contextmanager
+def without_dynamo() -> Iterator[None]:
+    """The time in which what ``torch.compile`` returned runs uncompiled.
+
+    Dynamo compiles nothing under modes, and remembers that of the code, which would not be compiled afterwards either.
+    """
+    if torch._C._dynamo.eval_frame.get_eval_frame_callback() in (None, False):
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    else:  # inside of what Dynamo runs no other stance can be taken
+        yield
+
+
+def stacks_along_dim(scan: FunctionType) -> bool:
+    """Whether ``scan`` stacks rows along the dimension that it scans; before torch 2.13 always along the first."""
+    inner = [code for code in scan.__code__.co_consts if isinstance(code, CodeType)]
+    return any("movedim" in code.co_names for code in inner)
 
 
 def is_optimized(function: Any) -> bool:

@@ -176,3 +176,32 @@ def test_a_callable_that_has_the_values_already_is_itself():
     other = Captured(scale.scaled, found).filled([2 * WEIGHT])
     assert other.__self__ is not scale and scale.weight is WEIGHT
     torch.testing.assert_close(other(WEIGHT), 2 * WEIGHT**2)
+
+
+class Counting(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4))
+        self.register_buffer("last", torch.zeros(4))
+        self.count, self.seen = 0, [WEIGHT]
+
+    def step(self, x):
+        self.count += 1
+        self.seen.append(self.count)
+        self.last = x.detach() * 2
+        return x * self.weight
+
+    def forward(self, x):
+        return apply(self.step, x)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_what_a_call_writes_to_the_object_of_a_method_stays(grad):
+    model, eager, x = Counting(), Counting(), vector()
+    jitted = thunder.jit(model)
+    with torch.set_grad_enabled(grad):
+        for _ in range(2):
+            torch.testing.assert_close(jitted(x), eager(x))
+    assert (model.count, model.seen[1:]) == (eager.count, eager.seen[1:])
+    assert model.seen[0] is WEIGHT
+    torch.testing.assert_close(model.last, eager.last)

@@ -6,6 +6,7 @@ from hookkit.rules import (
     checkpoint,
     custom_operators,
     higher_order,
+    opaque_functions,
     operations,
     refusals,
 )
@@ -16,6 +17,7 @@ __all__ = [
     "checkpoint",
     "custom_operators",
     "higher_order",
+    "opaque_functions",
     "operations",
     "refusals",
 ]

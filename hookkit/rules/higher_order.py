@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import hookkit
+from hookkit import compat
 from hookkit.rules._names import of_torch
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "flex_attention",
     "higher_order_operator",
     "map_over_slices",
+    "nested_region",
     "printed",
     "regions",
     "run_by_pytorch",
@@ -99,9 +101,10 @@ def _(combine_fn: Any, init: Any, xs: Any, *, dim: int = 0, reverse: bool = Fals
     """Stack what one step returns."""
     place = dim % first(xs).ndim
     carry, rows = combine_fn(init, each(lambda x: x.select(place, 0), xs))
+    along = place if compat.stacks_along_dim(*functions("scan")) else 0
 
     def stacked(row: torch.Tensor) -> torch.Tensor:
-        return row.new_empty((first(xs).shape[place], *row.shape)).movedim(0, place if place <= row.ndim else 0)
+        return row.new_empty((first(xs).shape[place], *row.shape)).movedim(0, along if along <= row.ndim else 0)
 
     return fresh(carry), each(stacked, rows)
 
@@ -181,6 +184,12 @@ def regions(func: Any, *args: Any, **kwargs: Any) -> Any:
 def subgraph(subgraph: Any, identifier: Any, *operands: Any) -> Any:
     """Run the body of a nested_compile_region."""
     return subgraph(*operands)
+
+
+@hookkit.rule("torch._higher_order_ops.invoke_subgraph:invoke_subgraph_placeholder", mode="inline", priority=PRIORITY)
+def nested_region(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run the body of a nested_compile_region."""
+    return func(*args, **kwargs)
 
 
 @hookkit.rule(operators("wrap_with_set_grad_enabled"), mode="inline", priority=PRIORITY)

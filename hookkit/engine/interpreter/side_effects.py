@@ -23,7 +23,7 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Generators", "State", "WritesUndone", "following", "following_natively", "note_called"]
+__all__ = ["Generators", "State", "WritesUndone", "following", "following_natively", "not_followed", "note_called"]
 
 _FOREIGN = ("torch", "thunder", "numpy", "hookkit", "builtins", "typing", "functools", "math", "collections")
 _DEPTH = 3
@@ -188,6 +188,17 @@ def following_natively(state: State) -> Iterator[None]:
             before(frame, event, argument)
 
     sys.setprofile(look)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+
+
+@contextmanager
+def not_followed() -> Iterator[None]:
+    """While it lasts, functions that Python runs in this thread are not looked at, as if nobody followed them."""
+    before: Any = sys.getprofile()
+    sys.setprofile(None)
     try:
         yield
     finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,7 +26,7 @@ from hookkit import compat, operators
 from hookkit.engine.interpreter import cache_guards, guards
 from hookkit.engine.interpreter.attempt import Raised
 from hookkit.engine.interpreter.closed_over import OUTSIDE
-from hookkit.engine.interpreter.side_effects import Generators, State, WritesUndone, following_natively
+from hookkit.engine.interpreter.side_effects import Generators, State, WritesUndone, following_natively, not_followed
 from hookkit.engine.opaque.operator import Expected, OpaqueCall, same_structure
 from hookkit.engine.opaque.unseen_writes import Watched, Written, written_in_backward
 from hookkit.engine.pytorch.graph_run import EagerResult
@@ -102,9 +103,13 @@ def _by_trying(
         if lacking:
             return _of_operation(invocation, operator, slots, without_data, writes_undone)
         try:
-            with writes_undone:
-                first, second = _on_examples(invocation, operator, slots, writes_undone)
-                _add_rare_writes(operator, slots, first, writes_undone)
+            if _compiles(without_data):
+                with not_followed(), torch.compiler.set_stance("default"):
+                    first, second = _on_examples(invocation, operator, slots, writes_undone, plainly=True)
+            else:
+                with writes_undone:
+                    first, second = _on_examples(invocation, operator, slots, writes_undone)
+                    _add_rare_writes(operator, slots, first, writes_undone)
         except Exception as error:
             if _is_same(error, pending) or _is_same(error, without_data):
                 raise Raised(error, interpreted=False) from None
@@ -199,13 +204,31 @@ def _how_to_tell(callee: Any) -> str:
     )
 
 
+def _compiles(error: BaseException) -> bool:
+    """Whether what failed calls ``torch.compile``, which works without modes only, or an operator that does."""
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    return any("_dynamo" in file or "_higher_order_ops" in file for file in files)
+
+
 def _on_examples(
-    invocation: Invocation, operator: OpaqueCall, slots: list[Proxy], writes_undone: WritesUndone
+    invocation: Invocation,
+    operator: OpaqueCall,
+    slots: list[Proxy],
+    writes_undone: WritesUndone,
+    *,
+    plainly: bool = False,
 ) -> tuple[Expected, Expected]:
     """Run a call on two sets of values.
 
     Where those are outside its domain, on the program's own as far as they are known, then with positive definite
     matrices for the others.
+
+    Args:
+        invocation: the call.
+        operator: its operator.
+        slots: the arguments of that.
+        writes_undone: what sees the writes of PyTorch's operations.
+        plainly: whether to run it without looking at what it does.
     """
     wrapped = (*invocation.args, *invocation.kwargs.values())
     own = {w.value.name: w.original_value for w in wrapped if isinstance(w.value, TensorProxy)}
@@ -218,7 +241,7 @@ def _on_examples(
             integer = seed if invocation.call.unsupported is not None else 0
             return example(proxy, seed, definite=definite, integer=integer, number=1 + seed)
 
-        with _Watch():
+        with contextlib.nullcontext() if plainly else _Watch():
             return probe(operator, [value(p) for p in slots], writes_undone)
 
     first_error = None
@@ -310,7 +333,7 @@ def _from_meta_function(
     invocation: Invocation, operator: OpaqueCall, slots: list[Proxy], provider: Callable[..., Any]
 ) -> Expected:
     operator.meta = invocation.rule.described("meta function")
-    with FakeTensorMode(allow_non_fake_inputs=True), compat.addresses_refused():
+    with compat.without_dynamo(), FakeTensorMode(allow_non_fake_inputs=True), compat.addresses_refused():
         args, kwargs = fill(operator.arguments, [example(p, None) for p in slots])
         kwargs.pop(OUTSIDE, None)
         leading = (invocation.call.seen,) if invocation.rule.pass_call else ()
@@ -415,7 +438,7 @@ def _no_side_effects(invocation: Invocation, reachable: State) -> Iterator[Write
     """Leave Python state, tensors and random generators as they are; what raises leaves its mark, as in eager."""
     generators, writes = Generators.now(), WritesUndone()
     try:
-        with torch.random.fork_rng(), following_natively(reachable):
+        with compat.without_dynamo(), torch.random.fork_rng(), following_natively(reachable):
             yield writes
         if invocation.guarded is not None:
             guards.drop_changed(invocation.guarded, cache_guards.traced_program())

@@ -73,13 +73,8 @@ def opaque_call(invocation: Invocation, pending: BaseException | None) -> Any:
     operator, slots = _operator(invocation)
     operator.expected = expected = find_metadata(invocation, operator, slots, pending)
     if expected.without_data is not None:
-        warn_at(
-            invocation.call.source or invocation.rule.declared_at,
-            f"the metadata of {invocation.call} was found by running it on example values, because without data it "
-            f"raised {type(expected.without_data).__name__}; declare a meta function to avoid that: rule = "
-            "hookkit.rule(target, mode='opaque'), then @rule.meta",
-            MetaWarning,
-        )
+        if not getattr(invocation.call.callable, "calls_its_argument", False):  # hookkit.opaque is for such functions
+            _warn_of_examples(invocation, expected.without_data)
         expected.without_data = None  # its traceback holds what the run made
     if not expected.direct:
         operator.direct = None
@@ -94,6 +89,16 @@ def opaque_call(invocation: Invocation, pending: BaseException | None) -> Any:
     symbol.meta.views = frozenset(results[i].name for i in expected.views)  # mutation.check asks
     returned = fill(expected.structure, _write_back(invocation, slots, expected, list(results)))
     return wrap_result(returned, invocation.owner, *invocation.args)
+
+
+def _warn_of_examples(invocation: Invocation, without_data: BaseException) -> None:
+    warn_at(
+        invocation.call.source or invocation.rule.declared_at,
+        f"the metadata of {invocation.call} was found by running it on example values, because without data it "
+        f"raised {type(without_data).__name__}; declare a meta function to avoid that: rule = "
+        "hookkit.rule(target, mode='opaque'), then @rule.meta",
+        MetaWarning,
+    )
 
 
 def _declared(invocation: Invocation, writes: Sequence[str], slots: list[Proxy]) -> frozenset[int]:

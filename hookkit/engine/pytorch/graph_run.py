@@ -19,7 +19,7 @@ import torch
 from hookkit import compat
 from hookkit.engine.pytorch import node_run
 from hookkit.engine.pytorch.provider_function import no_inputs_kept
-from hookkit.engine.values.captured import fill
+from hookkit.engine.values.captured import fill, settled
 from hookkit.engine.values.wrapping import TensorMetadata, leaves, map_leaves
 
 __all__ = [
@@ -294,8 +294,8 @@ def run_eagerly(
                 prepared[index] = alias
     versions = [v._version if _has_version(v) else None for v in prepared]
     before = list(prepared)
-    args, kwargs = fill(arguments, prepared)
-    with torch.set_grad_enabled(grad_mode), autocast_regions(autocasts), no_inputs_kept():
+    with settled(), torch.set_grad_enabled(grad_mode), autocast_regions(autocasts), no_inputs_kept():
+        args, kwargs = fill(arguments, prepared)
         output = callee(*args, **kwargs)
     changed = [i for i, v in enumerate(versions) if v is not None and (i in written or before[i]._version != v)]
     edges: list[Any] = []

@@ -11,6 +11,8 @@ import copy
 import functools
 import types
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import attrs
@@ -21,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from hookkit.engine.values.wrapping import Slot, map_leaves
 
-__all__ = ["Captured", "Path", "fill", "held", "paths", "wrapped_at"]
+__all__ = ["Captured", "Path", "fill", "held", "paths", "settled", "wrapped_at"]
 
 # Packages whose functions use no tensors of a program's but those that they are given or close over.
 _FOREIGN = ("torch", "thunder", "numpy", "hookkit", "builtins", "typing", "functools", "math", "collections")
@@ -196,16 +198,54 @@ def _with_parts(value: Any, parts: dict[Step, Any]) -> Any:
         function, args = by_name.get("func", value.func), by_name.get("args", value.args)
         return type(value)(function, *args, **by_name.get("keywords", value.keywords))
     if isinstance(value, dict):
-        new = copy.copy(value)
-        new.update(by_name)
-        return new
+        copied = copy.copy(value)
+        copied.update(by_name)
+        return _noted(value, copied)
     if isinstance(value, list | tuple):
         items = [by_name.get(i, item) for i, item in enumerate(value)]
-        return value._make(items) if hasattr(value, "_make") else type(value)(items)
+        return value._make(items) if hasattr(value, "_make") else _noted(value, type(value)(items))
     result = object.__new__(type(value))
     result.__dict__.update(value.__dict__)
     result.__dict__.update(by_name)
+    _noted(value.__dict__, result.__dict__)
     return result
+
+
+# Lists and dicts, attributes of objects among them, their copies, and what the copies held at first.
+_copies: ContextVar[list[tuple[Any, Any, Any]] | None] = ContextVar("hookkit_copies", default=None)
+
+
+def _noted(original: Any, copied: Any) -> Any:
+    copies = _copies.get()
+    if copies is not None and isinstance(original, list | dict):
+        copies.append((original, copied, copied.copy()))
+    return copied
+
+
+@contextmanager
+def settled() -> Iterator[None]:
+    """The time in which a callable is filled and called: what it writes to copies it has written to the originals."""
+    copies: list[tuple[Any, Any, Any]] = []
+    token = _copies.set(copies)
+    try:
+        yield
+    finally:
+        _copies.reset(token)
+        for original, copied, before in copies:
+            _write_back(original, copied, before)
+
+
+def _write_back(original: Any, copied: Any, before: Any) -> None:
+    if isinstance(original, list):
+        if len(copied) != len(before) or any(a is not b for a, b in zip(copied, before, strict=True)):
+            kept = {id(b): a for a, b in zip(original, before, strict=True)}
+            original[:] = [kept.get(id(item), item) for item in copied]
+        return
+    for key in [key for key in before if key not in copied]:
+        original.pop(key, None)
+    for key, item in copied.items():
+        if key not in before or item is not before[key]:
+            original[key] = item
 
 
 def _function_with_parts(function: types.FunctionType, parts: dict[Step, Any]) -> types.FunctionType:
