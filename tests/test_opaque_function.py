@@ -131,3 +131,29 @@ def test_shapes_that_depend_on_values_are_refused():
 def test_what_is_no_function_is_refused(value):
     with pytest.raises(hookkit.RegistrationError, match="takes a function"):
         hookkit.opaque(value)
+
+
+def test_the_ways_out_that_the_error_for_a_branch_on_a_value_names_are_right():
+    def decide(x):
+        return x * 2 if x.sum() > 0 else x.clone()
+
+    with pytest.raises(hookkit.DataDependencyError) as refused:
+        thunder.jit(decide)(vector())
+    opaque = hookkit.opaque(decide)
+    ways = {
+        "torch.where(condition, a, b)": lambda x: torch.where(x.sum() > 0, x * 2, x),
+        "torch.cond(condition, f, g, (x,))": lambda x: torch.cond(x.sum() > 0, lambda x: x * 2, torch.clone, (x,)),
+        "hookkit.opaque(function)": lambda x: opaque(x),
+    }
+    for name, program in ways.items():
+        assert name in str(refused.value)
+        assert_same(run(thunder.jit(program), (vector(),)), run(decide, (vector(),)))
+    assert "thunderfx" in str(refused.value)
+    assert_same(run(thunderfx(decide), (vector(),)), run(decide, (vector(),)))
+
+
+def test_a_mask_in_an_opaque_function_is_right():
+    masked = hookkit.opaque(lambda x: x[x > 0.25].sum())
+    with pytest.raises(hookkit.MetaError, match=r"hookkit.opaque\(function\)"):
+        thunder.jit(lambda x: x[x > 0.25].sum())(vector())
+    assert_agrees(lambda x: masked(x), vector())

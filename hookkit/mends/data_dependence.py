@@ -47,9 +47,10 @@ def refusal(proxy: Any, use: str) -> DataDependencyError:
     where = f" at {source}" if source else ""
     return DataDependencyError(
         f"the program uses the value of {_in_words(proxy)} as {use}{where} (data dependency), which is known only "
-        "when the program runs. Compute with tensors (torch.where(condition, a, b)); or pass what is decided as a "
-        "Python number, for which the program is compiled; or let the function that decides run as one operator, "
-        'hookkit.rule(function, mode="opaque"), or outside the compiled program'
+        "when the program runs. Compute with tensors, torch.where(condition, a, b), or by one of two functions, "
+        "torch.cond(condition, f, g, (x,)); or pass what is decided as a Python number, for which the program is "
+        "compiled; or let the function that decides run as one operator, hookkit.opaque(function); or compile the "
+        "program by thunder.dynamo.thunderfx, which leaves the decision to Python"
     )
 
 

@@ -86,7 +86,7 @@ def to_python(call: hookkit.Call, *args: Any, **kwargs: Any) -> NoReturn:
     raise hookkit.DataDependencyError(
         f"{call} makes Python values of a tensor (data dependency), which are known only when the program runs. "
         "Compute with tensors; or call it outside the compiled program, or in a function that runs as one operator: "
-        'hookkit.rule(function, mode="opaque"), or the forward of a torch.autograd.Function'
+        "hookkit.opaque(function), or the forward of a torch.autograd.Function"
     )
 
 

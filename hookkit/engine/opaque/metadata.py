@@ -189,7 +189,9 @@ def _of_operation(
     raise MetaError(
         f"{invocation.call} cannot be part of a compiled program: {invocation.call.unsupported}; and what it returns "
         f"depends on the values of tensors, so that it is not known before the program runs ({reason}). Call it "
-        "outside the compiled program, or use operations whose shapes are known (torch.where(mask, x, 0) for x[mask])"
+        "outside the compiled program, or use operations whose shapes are known (torch.where(mask, x, 0) for x[mask]), "
+        "or make the function around it, if what that returns has a known shape, one operator: "
+        "hookkit.opaque(function)"
         f"{how_to_tell}"
     ) from without_data
 
