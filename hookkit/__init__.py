@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from hookkit.modes import mode
     from hookkit.opaque_function import opaque
     from hookkit.operators import Operator
+    from hookkit.regions import region
     from hookkit.registry import rules
     from hookkit.reporting import Explanation, Report, explain, report
     from hookkit.residuals import Residuals, mark, recompute, save
@@ -82,6 +83,7 @@ __all__ = [
     "mode",
     "opaque",
     "recompute",
+    "region",
     "report",
     "rule",
     "rules",
@@ -117,6 +119,7 @@ _MODULES = {
     "registry": ("rules",),
     "opaque_function": ("opaque",),
     "operators": ("Operator",),
+    "regions": ("region",),
     "reporting": ("Explanation", "Report", "explain", "report"),
     "residuals": ("Residuals", "mark", "recompute", "save"),
     "rule": ("Rule",),

@@ -107,7 +107,7 @@ def rule(
 def rule(
     target: Any,
     *,
-    mode: Literal["auto", "trace", "inline"] = ...,
+    mode: Literal["auto", "trace", "region", "inline"] = ...,
     priority: int = ...,
     name: str | None = ...,
     pass_call: bool = ...,
@@ -148,7 +148,9 @@ def rule(
             these.
         mode: ``"auto"`` traces the forward provider and falls back to one opaque operator; ``"trace"`` makes the
             fallback an error; ``"opaque"`` makes it an operator at once; ``"inline"`` has no operator: the program goes
-            on in the forward provider, as if that had been called, and thunder differentiates what it does.
+            on in the forward provider, as if that had been called, and thunder differentiates what it does;
+            ``"region"`` compiles what is traced by itself, once for all calls that do the same, see
+            :func:`hookkit.region`.
         priority: among the rules that match, the one with the highest priority wins.
         name: the name in traces and messages; by default the provider's.
         pass_call: whether the providers get the :class:`hookkit.Call` as their first argument.

@@ -12,7 +12,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import attrs
 import torch
@@ -21,8 +21,9 @@ from hookkit.errors import RegistrationError
 
 __all__ = ["Mode", "ModeInForce", "RuleMode", "check_mode", "fingerprint", "mode", "mode_in_force", "scope"]
 
-Mode = Literal["auto", "trace", "opaque"]
-RuleMode = Literal["auto", "trace", "opaque", "inline"]
+Mode = Literal["auto", "trace", "opaque", "region"]
+RuleMode = Literal["auto", "trace", "opaque", "region", "inline"]
+MODES = get_args(Mode)
 FunctionClass = TypeVar("FunctionClass", bound=type[Any])
 VARIABLE = "HOOKKIT_MODE"
 
@@ -46,13 +47,13 @@ def check_mode(value: Any, *others: str) -> None:
     Raises:
         RegistrationError: if it is none.
     """
-    allowed = ("auto", "trace", "opaque", *others)
+    allowed = (*MODES, *others)
     if value not in allowed:
         raise RegistrationError(f"mode={value!r}; expected one of {', '.join(allowed)}")
 
 
 def mode(value: Mode) -> Callable[[FunctionClass], FunctionClass]:
-    """Declare how calls of a ``torch.autograd.Function`` are taken over: traced, opaque, or either.
+    """Declare how calls of a ``torch.autograd.Function`` are taken over: traced, opaque, either, or as a region.
 
     It counts for the class and its subclasses, under every rule with ``mode="auto"``, the shipped ones included, and
     wins over ``hookkit.use(mode=...)`` and the environment variable ``HOOKKIT_MODE``. Programs that were compiled
@@ -60,7 +61,8 @@ def mode(value: Mode) -> Callable[[FunctionClass], FunctionClass]:
 
     Args:
         value: ``"trace"``: a call that cannot be traced is an :class:`hookkit.UntraceableError`; ``"opaque"``: tracing
-            is not tried; ``"auto"``: what cannot be traced is opaque.
+            is not tried; ``"auto"``: what cannot be traced is opaque; ``"region"``: the same, and what can be traced is
+            compiled by itself, once for all calls that are alike, see :func:`hookkit.region`.
 
     Returns:
         A decorator for the class. For somebody else's class call it, ``hookkit.mode("trace")(TheirFunction)``.
@@ -126,8 +128,10 @@ def mode_in_force(function: type[Any] | None) -> ModeInForce:
     if scoped is not None:
         return ModeInForce(scoped, "hookkit.use(mode=...)")
     value = os.environ.get(VARIABLE, "auto")
-    if value not in ("auto", "trace", "opaque"):
-        raise RegistrationError(f'the environment variable {VARIABLE}={value!r}; expected "auto", "trace" or "opaque"')
+    if value not in MODES:
+        raise RegistrationError(
+            f'the environment variable {VARIABLE}={value!r}; expected "auto", "trace", "opaque" or "region"'
+        )
     return ModeInForce(value, f"the environment variable {VARIABLE}")  # type: ignore[arg-type]
 
 

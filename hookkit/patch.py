@@ -27,6 +27,7 @@ __all__ = [
     "around_method",
     "left_out",
     "refuse_if_concerned",
+    "replaced",
     "versions",
 ]
 
@@ -219,3 +220,10 @@ def refuse_if_concerned(trace: Any) -> None:
                 "concerns it, use versions that hookkit is known to work with (python -m hookkit lists what does not "
                 "fit), or compile it with thunder alone, after hookkit.disable(), if thunder is right."
             )
+
+
+def replaced(function: Any) -> Any:
+    """What a function stands for that `around` has put in place: thunder's or torch's own."""
+    while isinstance(function, partial):
+        function = function.args[0]
+    return function

@@ -15,7 +15,14 @@ import attrs
 
 from hookkit.call import Source
 from hookkit.engine.dispatch.graphs import Graph, graphs_of
-from hookkit.engine.dispatch.inspection import CompiledCall, CompiledStep, acquire, compiled_steps, with_depth
+from hookkit.engine.dispatch.inspection import (
+    CompiledCall,
+    CompiledRegion,
+    CompiledStep,
+    acquire,
+    compiled_steps,
+    with_depth,
+)
 from hookkit.engine.interpreter.call_log import CallRecord
 from hookkit.errors import HookError
 from hookkit.plugin import is_enabled
@@ -34,7 +41,7 @@ class ExplainedCall:
         source: where in the user's program, or None if that is not known.
         depth: in how many other calls that rules take it is.
         rule: the name of the rule that would take it, or None.
-        outcome: ``"traced"``, ``"opaque"``, ``"raised"``, or ``"not taken"``.
+        outcome: ``"traced"``, ``"region"``, ``"opaque"``, ``"raised"``, or ``"not taken"``.
         reason: why it is opaque, or what it raised.
         others: the names of the rules that would take it if those before them did not.
         declined: the names of the rules that declined, and why.
@@ -219,6 +226,11 @@ class Report:
         return tuple(call for step in self.steps for call in step.calls)
 
     @property
+    def regions(self) -> tuple[CompiledRegion, ...]:
+        """What was compiled once for several calls."""
+        return tuple(region for step in self.steps for region in step.regions)
+
+    @property
     def saved_bytes(self) -> int:
         """How much the whole program keeps for its backward in tensors."""
         return sum(step.saved_bytes for step in self.steps)
@@ -231,20 +243,28 @@ class Report:
             table = [header, *(_row(call) for call in calls)]
             widths = [max(len(row[i]) for row in table) for i in range(len(header))]
             lines += ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in table]
+        lines += [_region(region) for region in self.regions]
         lines += dict.fromkeys(f"{call.name} is opaque: {call.reason}" for call in calls if call.reason)
+        lines += dict.fromkeys(f"{call.name} is no region: {call.no_region}" for call in calls if call.no_region)
         lines += self._graph_lines()
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         header = ("call", "rule", "where", "how", "forward", "backward", "saved", "replayed", "why")
-        rows = [(*_row(call), call.reason) for call in self.calls]
-        notes = [f"{_size(self.saved_bytes)} saved for backward in all", *self._graph_lines()]
+        rows = [(*_row(call), call.reason or call.no_region) for call in self.calls]
+        notes = [f"{_size(self.saved_bytes)} saved for backward in all", *map(_region, self.regions)]
+        notes += self._graph_lines()
         return _html_table(header, rows, notes) + self.to_svg()
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain Python values, ready for JSON."""
         graphs = [attrs.asdict(graph, retain_collection_types=False) for graph in self.graphs]
-        return {"calls": [_plain(call) for call in self.calls], "saved_bytes": self.saved_bytes, "graphs": graphs}
+        return {
+            "calls": [_plain(call) for call in self.calls],
+            "regions": [attrs.asdict(region) for region in self.regions],
+            "saved_bytes": self.saved_bytes,
+            "graphs": graphs,
+        }
 
     def _graph_lines(self) -> list[str]:
         lines = []
@@ -273,7 +293,8 @@ def report(jitted: Any) -> Report:
     Returns:
         Each call that a rule took, with the rule, the user's file and line, traced or opaque and why, the number of
         operations in its forward and backward, the bytes it keeps for its backward, and how often it was replayed; of
-        ``thunderfx`` also which operations of each of Dynamo's graphs went to thunder and which elsewhere, and why.
+        ``thunderfx`` also which operations of each of Dynamo's graphs went to thunder and which elsewhere, and why. Of
+        each region how many calls are its, and what compiling it cost.
 
     Raises:
         HookError: if it is something else, or was not called yet.
@@ -294,6 +315,12 @@ def report(jitted: Any) -> Report:
         [('Double', 'autograd_function', 'traced')]
     """
     return Report(tuple(compiled_steps(jitted)), graphs_of(jitted))
+
+
+def _region(region: CompiledRegion) -> str:
+    """A region in words."""
+    cost = f"compiled in {region.seconds * 1000:.0f} ms" if region.seconds else "not compiled yet"
+    return f"region {region.name}: {_count(region.calls, 'call')}, {cost}"
 
 
 def _row(call: CompiledCall) -> tuple[str, ...]:

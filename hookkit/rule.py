@@ -56,7 +56,7 @@ class Rule(Generic[P, R]):
         name: the name in traces, reports and messages.
         targets: what it matches.
         forward: the forward provider, or None: the callee itself, run by PyTorch (opaque rules only).
-        mode: ``"auto"``, ``"trace"``, ``"opaque"`` or ``"inline"``.
+        mode: ``"auto"``, ``"trace"``, ``"opaque"``, ``"region"`` or ``"inline"``.
         priority: the higher one wins.
         declared_at: file and line of the declaration.
         writes: the parameters that an opaque call overwrites, or None if that is to be found out.
@@ -84,6 +84,7 @@ class Rule(Generic[P, R]):
     track: Track = "tree"
     writes: tuple[str, ...] | None = None
     _opaque_callee: bool = False
+    _inlines: bool = False
     _is_named: bool = True
     serial: int = attrs.field(factory=lambda: next(_serials))
     _backward: Callable[..., Any] | None = None
@@ -413,6 +414,11 @@ class Rule(Generic[P, R]):
     def is_conditional_correction(self) -> bool:
         """Whether the rule ships with hookkit, for the calls alone for which its condition is true."""
         return str(getattr(self._when, "__module__", "")).startswith(SHIPPED)
+
+    @property
+    def inlines(self) -> bool:
+        """Whether the program goes on in a call that cannot be a region as if there were no rule."""
+        return self._inlines
 
     @property
     def backward_provider(self) -> Callable[..., Any] | None:

@@ -33,7 +33,8 @@ def use(
         without: what is out of force inside the block: rules, names of rules with ``*`` for any part of one
             (``"silu"``, ``"clamp*"``), or targets, such as ``torch.sigmoid``.
         mode: the mode of all calls inside the block that neither their rule nor :func:`hookkit.mode` gives one:
-            ``"trace"`` makes a fallback to an opaque operator an error, ``"opaque"`` does not try to trace.
+            ``"trace"`` makes a fallback to an opaque operator an error, ``"opaque"`` does not try to trace,
+            ``"region"`` compiles what can be traced by itself, see :func:`hookkit.region`.
 
     Raises:
         RegistrationError: if something given is not a rule, ``without`` means none, or the mode is none.

@@ -39,7 +39,7 @@ ORDER = [
     ["engine/trace/"],
     ["engine/values/"],
     ["engine/__init__.py"],
-    ["declare.py", "scopes.py", "returned.py", "custom_gradient.py", "opaque_function.py"],
+    ["declare.py", "scopes.py", "returned.py", "custom_gradient.py", "opaque_function.py", "regions.py"],
     ["rule.py"],
     ["signatures.py"],
     ["registry.py"],

@@ -22,7 +22,7 @@ from hookkit.engine.opaque.operator import OpaqueCall
 from hookkit.engine.trace.composite import Composite
 from hookkit.errors import HookError
 
-__all__ = ["CompiledCall", "CompiledStep", "Operation", "acquire", "compiled_steps", "with_depth"]
+__all__ = ["CompiledCall", "CompiledRegion", "CompiledStep", "Operation", "acquire", "compiled_steps", "with_depth"]
 
 
 def acquire(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Acquired:
@@ -86,12 +86,14 @@ class CompiledCall:
         rule: the name of the rule.
         source: where in the user's program.
         depth: in how many other such calls it is.
-        outcome: ``"traced"`` or ``"opaque"``.
+        outcome: ``"traced"``, ``"region"`` or ``"opaque"``.
         reason: why it is opaque.
         forward_operations: how many operations its forward has in the trace.
         backward_operations: the same for its backward; None if thunder differentiates the forward by itself.
         saved_bytes: how much it keeps for its backward; None if that is not known.
         replays: how often the operations of an earlier call were used again.
+        region: the name of the region that it is a call of, or None.
+        no_region: why it is none, although it was to be one.
     """
 
     name: str
@@ -104,6 +106,23 @@ class CompiledCall:
     backward_operations: int | None
     saved_bytes: int | None
     replays: int
+    region: str | None = None
+    no_region: str | None = None
+
+
+@attrs.frozen
+class CompiledRegion:
+    """What was compiled once for several calls of a program.
+
+    Attributes:
+        name: what its calls are called in the trace.
+        calls: how many calls of the program are its.
+        seconds: how long compiling it took; 0 if that is yet to be done.
+    """
+
+    name: str
+    calls: int
+    seconds: float
 
 
 @attrs.frozen
@@ -123,12 +142,14 @@ class CompiledStep:
         forward: the operations of the program, each hooked call being one.
         backward_operations: how many operations the backward has.
         saved_bytes: how much the forward keeps for the backward in tensors.
+        regions: what was compiled once for several of the calls.
     """
 
     calls: list[CompiledCall]
     forward: list[Operation]
     backward_operations: int
     saved_bytes: int
+    regions: list[CompiledRegion] = attrs.Factory(list)
 
 
 def compiled_steps(jitted: Any) -> list[CompiledStep]:
@@ -163,8 +184,9 @@ def _compiled_step(stats: Any) -> CompiledStep:
         for tracing in tracings_of(stats)
         if tracing.names is acquired.names
         for record, depth in with_depth(tracing.calls)
-        if record.outcome in ("traced", "opaque")
+        if record.outcome in ("traced", "region", "opaque")
     ]
+    regions = {id(r): r for record, _ in taken if (r := record.region) is not None}.values()
     index_of = {bsym.sym.id: i for i, (record, _) in enumerate(taken) for bsym in record.symbols}
     backward = next((entry.backward_traces for entry in stats.interpreter_cache if _is(entry, stats)), ())
     return CompiledStep(
@@ -172,6 +194,7 @@ def _compiled_step(stats: Any) -> CompiledStep:
         forward=[Operation(b.sym.name, index_of.get(b.sym.id)) for b in _operations(acquired.bound_symbols)],
         backward_operations=len(_operations(backward[-1].bound_symbols)) if backward else 0,
         saved_bytes=_bytes(_saved_tensors(executed)) if backward else 0,
+        regions=[CompiledRegion(r.name, r.calls, r.seconds) for r in regions],
     )
 
 
@@ -204,7 +227,8 @@ def _compiled_call(record: CallRecord, depth: int) -> CompiledCall:
     known, differentiated_by_thunder = True, record.rule.mode == "inline"
     for bsym in record.symbols:
         if isinstance(bsym.sym.meta, Composite):
-            composite = bsym.sym.meta
+            composite = record.region.pattern if record.region is not None else bsym.sym.meta
+            differentiated_by_thunder |= not composite.is_node and composite.backward is not None
             forward += len(_operations(composite.forward))
             if composite.backward is not None:
                 backward += len(_operations(composite.backward))
@@ -232,6 +256,8 @@ def _compiled_call(record: CallRecord, depth: int) -> CompiledCall:
         backward_operations=None if differentiated_by_thunder else backward,
         saved_bytes=saved if known and not differentiated_by_thunder else None,
         replays=record.replays,
+        region=record.region.name if record.region is not None else None,
+        no_region=record.no_region,
     )
 
 

@@ -19,14 +19,15 @@ from thunder.core.jit_ext import get_jit_ctx
 from hookkit.call import Call
 from hookkit.engine.dispatch import extensions
 from hookkit.engine.interpreter import cache_guards, call_log, guards, recompilations
-from hookkit.engine.interpreter.attempt import Raised, add_note, raise_in_program
+from hookkit.engine.interpreter.attempt import Attempt, Raised, add_note, raise_in_program
 from hookkit.engine.interpreter.call_view import shows
-from hookkit.engine.interpreter.reasons import is_called_by_user, user_source
+from hookkit.engine.interpreter.reasons import in_words, is_called_by_user, user_source
 from hookkit.engine.interpreter.side_effects import Generators, State, following
 from hookkit.engine.opaque import opaque_calls
 from hookkit.engine.trace import gradflow
-from hookkit.engine.trace.in_place_check import OVERWRITTEN, Retrace
-from hookkit.engine.traced import replay
+from hookkit.engine.trace.composite import Composite
+from hookkit.engine.trace.in_place_check import OVERWRITTEN, NoRegion, Retrace
+from hookkit.engine.traced import regions, replay
 from hookkit.engine.traced.traced_call import Invocation, bind_call, trace_call
 from hookkit.engine.values.binding import Bound
 from hookkit.engine.values.wrapping import unwrap_arguments
@@ -44,6 +45,8 @@ __all__ = ["PATCHES", "lookaside_for", "trace_program"]
 # What cannot be traced in the program that is being traced, and why: callables (a Function, say) and single calls, by
 # their keys in ``hookkit.engine.traced.replay``.
 _untraceable: ContextVar[dict[Any, str]] = ContextVar("hookkit_untraceable")
+# The same of what is traced and cannot be a region.
+_no_regions: ContextVar[dict[Any, str]] = ContextVar("hookkit_no_regions")
 _running: ContextVar[tuple[tuple[Rule[..., Any], Any], ...]] = ContextVar("hookkit_running_rules", default=())
 
 
@@ -110,10 +113,11 @@ def trace_program(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         **kwargs: its options.
     """
     untraceable: dict[Any, str] = {}
+    no_regions: dict[Any, str] = {}
     recompilations.note(*args[:3])
     _forget_autocast(get_compile_data().autocast_stack)
     while True:
-        token = _untraceable.set(untraceable)
+        token, other = _untraceable.set(untraceable), _no_regions.set(no_regions)
         try:
             with extensions.around_tracing(args[0]), cache_guards.tracing(*args[:3]):
                 return stock(*args, **kwargs)
@@ -122,6 +126,10 @@ def trace_program(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
                 raise
             # thunder makes an Exception of what ends a program: KeyboardInterrupt, SystemExit
             raise error.__cause__ or error  # noqa: B904
+        except NoRegion as again:
+            if again.subject in no_regions:
+                raise HookError(f"{_in_words(again.subject)}: {again.reason}") from None
+            no_regions[again.subject] = again.reason
         except Retrace as again:
             subject, reason = again.subject, again.reason
             mode = _mode(subject, None) if isinstance(subject, Rule) else mode_in_force(_function(subject))
@@ -135,6 +143,7 @@ def trace_program(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             RECOMPILES.info("the program is traced again: %s has to be opaque: %s", _in_words(subject), reason)
         finally:
             _untraceable.reset(token)
+            _no_regions.reset(other)
 
 
 def _forget_autocast(noted: Any) -> None:
@@ -150,7 +159,10 @@ def _mode(rule: Rule[..., Any], function: type[Any] | None) -> ModeInForce:
     """The mode of a call that a rule takes."""
     if rule.mode != "auto":
         return ModeInForce(rule.mode, f"the rule {rule.name} (declared at {rule.declared_at})")
-    return mode_in_force(function)
+    found = mode_in_force(function)
+    # a correction of one operation is a part of what is around it
+    is_operation = rule.ships and function is None and not rule.opaque_callee
+    return attrs.evolve(found, mode="auto") if found.mode == "region" and is_operation else found
 
 
 def _function(subject: Any) -> type[Any] | None:
@@ -276,6 +288,8 @@ def _run(invocation: Invocation, record: call_log.CallRecord) -> Any:
         return _interpret_call(rule.forward, *invocation.provider_arguments(), **invocation.kwargs)
     trace = get_jit_ctx().computation_trace
     key = replay.key_of(invocation)
+    if rule.inlines:
+        return _region_or_inline(invocation, record, key)
     reason = _why_opaque(invocation, key)
     if reason is not None:
         record.became("opaque", reason)
@@ -283,9 +297,7 @@ def _run(invocation: Invocation, record: call_log.CallRecord) -> Any:
         return opaque_calls.opaque_call(attrs.evolve(invocation, itself=itself), None)
     earlier = replay.find(trace, key)
     if earlier is not None:
-        record.became("traced")
-        record.replays = 1
-        return bind_call(invocation, *replay.instantiate(earlier, invocation))
+        return _replay(invocation, record, earlier)
     everything, outside = _reachable(invocation)
     generators = Generators.now()
     guarded = invocation.guarded = guards.mark()
@@ -297,7 +309,14 @@ def _run(invocation: Invocation, record: call_log.CallRecord) -> Any:
         with following(everything, outside):
             composite, returned = trace_call(invocation, outside)
         cache_guards.note_traced(outside)
-        record.became("traced")
+        if invocation.mode.mode == "region":
+            reason = _no_regions.get().get(invocation.subject) or regions.obstacle(composite, returned)
+            if reason is None and everything.changed():
+                reason = "it changes Python state of the program"
+            if reason is None:
+                composite, returned = regions.as_region(composite, returned)
+            record.no_region = reason
+        _note(record, composite)
         if not everything.changed():
             replay.remember(trace, key, invocation, composite, returned, everything)
         return bind_call(invocation, composite, returned)
@@ -321,12 +340,64 @@ def _run(invocation: Invocation, record: call_log.CallRecord) -> Any:
     return result
 
 
+def _note(record: call_log.CallRecord, composite: Composite) -> None:
+    """Note whether a call is one of a region, or traced."""
+    record.region = getattr(composite, "region", None)
+    record.became("traced" if record.region is None else "region")
+
+
+def _replay(invocation: Invocation, record: call_log.CallRecord, earlier: Any) -> Any:
+    composite, returned = replay.instantiate(earlier, invocation)
+    _note(record, composite)
+    record.replays = 1
+    return bind_call(invocation, composite, returned)
+
+
+def _region_or_inline(invocation: Invocation, record: call_log.CallRecord, key: Any) -> Any:
+    """Make a call one of a region, or go on in it as if there were no rule."""
+    trace = get_jit_ctx().computation_trace
+    earlier = replay.find(trace, key)
+    if earlier is not None:
+        return _replay(invocation, record, earlier)
+    known = _no_regions.get()
+    reason = known.get(invocation.subject) or known.get(key)
+    if reason is None:
+        everything, outside = _reachable(invocation)
+        generators = Generators.now()
+        guarded, noted = guards.mark(), cache_guards.mark()
+        try:
+            with Attempt(grad_mode=invocation.grad_mode), following(everything, outside):
+                composite, returned = trace_call(invocation, outside)
+                reason = regions.obstacle(composite, returned)
+                if reason is None and everything.changed():
+                    reason = "it changes Python state of the program"
+                if reason is not None:
+                    raise UntraceableError(reason)
+        except (Raised, HookError) as error:
+            reason = in_words(error.error if isinstance(error, Raised) else error)
+            outside.restore()
+            generators.restore()
+            guards.drop_uncheckable(guarded)
+            cache_guards.drop(noted)
+            known[key] = reason
+        else:
+            cache_guards.note_traced(outside)
+            composite, returned = regions.as_region(composite, returned)
+            _note(record, composite)
+            replay.remember(trace, key, invocation, composite, returned, everything)
+            return bind_call(invocation, composite, returned)
+    record.became("traced")
+    record.no_region = reason
+    record.inside.clear()  # of an attempt to make it a region
+    return _interpret_call(invocation.rule.forward, *invocation.provider_arguments(), **invocation.kwargs)
+
+
 def _why_opaque(invocation: Invocation, key: Any) -> str | None:
     """Why a call is made opaque without trying to trace it, or None."""
     mode = invocation.mode.mode
     if mode == "opaque":
         return 'mode="opaque"'
-    if mode == "auto":
+    if mode in ("auto", "region"):
         untraceable = _untraceable.get()
         reason = untraceable.get(invocation.subject) or untraceable.get(key)
         if reason is not None:

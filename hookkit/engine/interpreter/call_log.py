@@ -43,8 +43,10 @@ class CallRecord:
         source: where in the user's program.
         rule: the rule that took the call, or None.
         candidates: the rules that were asked, in the order of precedence; all of them only where all were wanted.
-        outcome: ``"traced"``, ``"opaque"``, ``"raised"``, or ``"not taken"``.
+        outcome: ``"traced"``, ``"region"``, ``"opaque"``, ``"raised"``, or ``"not taken"``.
         reason: why the call is opaque, or what it raised.
+        region: the region that it is a call of.
+        no_region: why it is none, although it was to be.
         symbols: the bound symbols that stand for the call.
         inside: calls that were made while this one was traced.
         replays: how often the operations of an earlier call were used again.
@@ -59,6 +61,8 @@ class CallRecord:
     symbols: list[Any] = attrs.Factory(list)
     inside: list[CallRecord] = attrs.Factory(list)
     replays: int = 0
+    region: Any = None
+    no_region: str | None = None
 
     @contextmanager
     def running(self, trace: TraceCtx) -> Iterator[None]:
@@ -164,7 +168,8 @@ def _forms_not_meant() -> dict[Any, list[tuple[Rule[..., Any], str]]]:
 def note(call: Call, candidates: Sequence[Candidate], trace: TraceCtx) -> CallRecord:
     """Begin the record of a call in the program that is being traced."""
     rule = next((c.rule for c in candidates if c.declined is None), None)
-    record = CallRecord(call.name, call.source, rule, candidates)
+    name = rule.name if rule is not None and rule.inlines else call.name  # of a module's class, and not "forward"
+    record = CallRecord(name, call.source, rule, candidates)
     outer = _running.get()
     if outer is not None:
         outer.inside.append(record)

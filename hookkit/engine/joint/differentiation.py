@@ -24,7 +24,7 @@ from hookkit.engine.joint.autograd_link import Functions
 from hookkit.engine.trace import gradflow
 from hookkit.engine.trace.aliasing import changes_in_place
 from hookkit.engine.trace.composite import Composite, called, where_used
-from hookkit.engine.trace.in_place_check import Retrace
+from hookkit.engine.trace.in_place_check import NoRegion, Retrace
 from hookkit.engine.trace.reachability import (
     Reach,
     reach_of_calls,
@@ -34,7 +34,7 @@ from hookkit.engine.trace.reachability import (
 )
 from hookkit.engine.values.wrapping import Tag
 
-__all__ = ["RESIDUAL", "check_undefined", "differentiate", "split"]
+__all__ = ["RESIDUAL", "check_undefined", "differentiate", "differentiate_region", "split"]
 
 
 RESIDUAL = Tag("hookkit.RESIDUAL")
@@ -62,10 +62,7 @@ def differentiate(stock: Callable[..., Any], trace: Any) -> Any:
         stock: ``thunder.transforms.autodiff.grad_transform_on_trace``.
         trace: the computation trace.
     """
-    for bsym in trace.bound_symbols:
-        if bsym.sym.name in ("detach", "detach_"):
-            for out in bsym.flat_proxy_outs:
-                out.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
+    _tag_detached(trace)
     outputs, _ = tree_flatten_with_dataclass(trace.bound_symbols[-1].args[0]["output"])
     # a tensor that is returned twice is one output of the graph
     first = {getattr(o, "name", None): i for i, o in reversed(list(enumerate(outputs)))}
@@ -88,6 +85,27 @@ def differentiate(stock: Callable[..., Any], trace: Any) -> Any:
     _drop_undefined_gradients(joint)
     _give_zeros_a_shape(joint)
     return joint
+
+
+def differentiate_region(stock: Callable[..., Any], trace: Any) -> Any:
+    """Run thunder's gradient transform on the trace of a region, one of whose outputs requires grad.
+
+    Args:
+        stock: ``thunder.transforms.autodiff.grad_transform_on_trace``.
+        trace: the region's trace, which returns what a program's does.
+    """
+    _tag_detached(trace)
+    _feed_undefined(trace, trace.bound_symbols[-1].args[0]["output"])
+    joint = stock(trace)
+    _give_zeros_a_shape(joint)
+    return joint
+
+
+def _tag_detached(trace: Any) -> None:
+    for bsym in trace.bound_symbols:
+        if bsym.sym.name in ("detach", "detach_"):
+            for out in bsym.flat_proxy_outs:
+                out.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
 
 
 def _note_sources(trace: Any, joint: Any, tracked: list[Any]) -> None:
@@ -119,16 +137,20 @@ def _edges(bsym: Any) -> tuple[Any, Any]:
     call = called(bsym) if gradflow.is_explicit(bsym) else None
     if call is None:
         return bsym.flat_proxy_args, None
-    return call.tracked(bsym.args), call.given_gradients(bsym.args)
+    is_node = not isinstance(call, Composite) or call.is_node
+    return call.tracked(bsym.args), call.given_gradients(bsym.args) if is_node else None
 
 
 def check_undefined(trace: Any) -> None:
     """Look for traced calls whose backward runs without any gradient, and would be given None.
 
     Raises:
-        Retrace: if there is one; it was traced with a gradient.
+        Retrace: if there is one; it was traced with a gradient. If there is a region of whose operations that is not
+            known, it is traced again without the region.
     """
     for call, _, source, runs in _fed_undefined(trace, trace.bound_symbols[-1].flat_proxy_args):
+        if isinstance(call, Composite) and not call.is_node:
+            raise NoRegion(call.subject, "what used its output may return None for it")
         may_be_none = not runs or not isinstance(source, Composite)
         if may_be_none and isinstance(call, Composite) and call.backward is not None and not call.materializes:
             raise Retrace(call.subject, "materialize_grads is off, and what used its output may return None for it")
@@ -177,11 +199,13 @@ def _fed_undefined(trace: Any, outputs: Any) -> Iterator[tuple[Any, Any, Any, bo
         if call is not None:
             if source is not None:
                 yield call, without, source, runs
-            source, runs = call, True
+            if not isinstance(call, Composite) or call.is_node:
+                source, runs = call, True
         if runs:
             defined.update(a.name for a in (tracked if given is None else given))
         if source is not None:
-            for name in [a.name for a in tracked if gradflow.requires_grad(trace, a)]:
+            always = {a.name for a in given or () if isinstance(source, Composite)}
+            for name in [a.name for a in tracked if gradflow.requires_grad(trace, a) and a.name not in always]:
                 before = undefined.get(name)
                 undefined[name] = source if before is None or isinstance(before, Composite) else before
 

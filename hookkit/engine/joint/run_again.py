@@ -80,8 +80,8 @@ def record_generators(trace: Any) -> AnyProxy:
 
 
 def _may_draw(bsym: Any) -> bool:
-    opaque = gradflow.is_explicit(bsym) and bsym.sym.is_prim and called(bsym) is not None
-    return opaque or draws(bsym)
+    call = called(bsym) if gradflow.is_explicit(bsym) and bsym.sym.is_prim else None
+    return (call is not None and not isinstance(call, Composite)) or draws(bsym)
 
 
 @attrs.define(eq=False)
@@ -261,13 +261,18 @@ class _Builder:
             self._write(bsym)
         elif bsym.sym.id == prims.PrimIDs.UPDATE_ALIASES:
             self._name_anew(bsym)
-        elif isinstance(call, Composite) and call.backward is not None:
+        elif isinstance(call, Composite) and call.backward is not None and call.is_node:
             self._put(bsym, call.name, self._composite(call, bsym))
         elif call is not None and not isinstance(call, Composite):
             self._put(bsym, bsym.sym.name, _Opaque(call))
         elif bsym.sym.name in ("detach", "detach_"):
             self._put(bsym, "detach", torch.Tensor.detach)
-        elif isinstance(call, Composite) or _writes(bsym):
+        elif isinstance(call, Composite):
+            with tracectx(self._trace):
+                operations = call.operations(bsym)
+            for inner in operations:
+                self._add(inner)
+        elif _writes(bsym):
             for inner in bsym.subsymbols:
                 self._add(inner)
         else:

@@ -33,11 +33,13 @@ __all__ = [
     "Origin",
     "bind",
     "called",
+    "clear_tags",
     "export_leaks",
     "feed_undefined",
     "fresh",
     "make_symbol",
     "renamed",
+    "swapped",
     "symbol_name",
     "where_used",
 ]
@@ -71,6 +73,7 @@ def make_symbol(
     kind: str,
     is_prim: bool,
     keep: bool = False,
+    draws: bool = False,
 ) -> Symbol:
     """A symbol that prints under its name and, in the printed program, calls a function.
 
@@ -82,7 +85,9 @@ def make_symbol(
         kind: the beginning of its id, see :mod:`hookkit.engine.trace.gradflow`.
         is_prim: whether it is one operator, without operations beneath it.
         keep: whether it is executed even if its result is not used.
+        draws: whether it draws random numbers.
     """
+    tags = [tag for tag, given in ((prims.OpTags.DONT_DCE, keep), (prims.OpTags.RANDOM_OP, draws)) if given]
 
     def postprocess(bsym: BoundSymbol) -> None:
         bsym._call_ctx = {name: function}
@@ -93,7 +98,7 @@ def make_symbol(
         meta=meta,
         is_prim=is_prim,
         executor=executor,
-        tags=(prims.OpTags.DONT_DCE,) if keep else None,
+        tags=tuple(tags) or None,
         _bind_postprocess=postprocess,
     )
 
@@ -126,6 +131,7 @@ class Composite:
         backward: the bound symbols that make the input gradients, or None if thunder differentiates ``forward``.
         input_gradients: for each input its gradient, a proxy of ``backward``, or None.
         explicit: whether the outputs' ``requires_grad`` is stated, or follows from the operations.
+        is_node: whether it is one node of PyTorch's graph, as a custom Function is; else each operation is one.
         subject: the Function or rule that is remembered if the call must be opaque after all.
         views: the names of outputs that may share memory with an input.
         used: whether the recorded operations stand in a trace already, under the names that they have.
@@ -148,6 +154,7 @@ class Composite:
     backward: Sequence[BoundSymbol] | None = None
     input_gradients: tuple[Proxy | None, ...] = ()
     explicit: bool = True
+    is_node: bool = True
     subject: Any = None
     views: frozenset[str] = frozenset()
     used: bool = False
@@ -192,7 +199,7 @@ class Composite:
         self.used = True
         for given, gradient in zip(args, self.input_gradients, strict=True):
             if gradient is not None:
-                found = self._where_used(_swapped(env, gradient))
+                found = self._where_used(swapped(env, gradient))
                 self.gradient_names.append(found.name)
                 prims.put_grad(given, found)
         feed_undefined(self.undefined)
@@ -206,15 +213,64 @@ class Composite:
         several = sum(g is not None for g in self.output_gradients) > 1
         if self.reach is None and not several and not self.is_fed_undefined:
             return gradient
-        return where_used(self.executor, f"{self.name}_where_used", WhereUsed(self.reach))(gradient)
+        return where_used(self.executor, self.where_used_name, WhereUsed(self.reach))(gradient)
+
+    @property
+    def where_used_name(self) -> str:
+        """The name of the operator that hands its gradients on."""
+        return f"{self.name}_where_used"
 
     def _replay(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[Any, Any]]:
         env = {variableify(i): a for i, a in zip(self.inputs, args, strict=True) if a is not i}
         _record(self.forward, env, fresh=self.used)
-        return tuple(_swapped(env, o) for o in self.outputs), env
+        return tuple(swapped(env, o) for o in self.outputs), env
 
     def _compiled(self) -> Callable[..., Any]:
         return thunder.jit(lambda *args: self(*args))  # type: ignore[no-any-return]
+
+    def copied(self, env: dict[Any, Proxy]) -> Composite:
+        """The same operations with other inputs and new names; ``env`` holds the inputs, and gets the new proxies."""
+
+        def new(proxy: Any) -> Any:
+            return swapped(env, proxy)
+
+        forward = renamed(self.forward, env)
+        env.update({variableify(g): fresh(g) for g in self.output_gradients if g is not None})
+        return attrs.evolve(
+            self,
+            name=self.wanted_name or self.name,
+            inputs=tuple(map(new, self.inputs)),
+            outputs=tuple(map(new, self.outputs)),
+            forward=forward,
+            output_gradients=tuple(map(new, self.output_gradients)),
+            backward=None if self.backward is None else renamed(self.backward, env),
+            input_gradients=tuple(map(new, self.input_gradients)),
+            views=frozenset(new(o).name for o in self.outputs if o.name in self.views),
+            used=False,
+            undefined=[],
+            gradient_names=[],
+        )
+
+    def symbol(self, trace: TraceCtx) -> Symbol:
+        """The symbol that stands for it in a trace."""
+        if self.explicit:
+            clear_tags(self)
+        self.wanted_name, self.name = self.name, symbol_name(trace, self.name)
+        kind = gradflow.CALL if self.explicit else gradflow.TRACED
+        symbol = make_symbol(None, self.name, self, self, kind=kind, is_prim=False)
+        if self.backward is not None:
+            self.executor._implmap[symbol.id] = ImplInfo(
+                symbol=symbol, execution_transform=self, grad_transform=self.gradient_transform
+            )
+        return symbol
+
+    def operations(self, bsym: BoundSymbol) -> Sequence[BoundSymbol]:
+        """The operations of its bound symbol in a trace."""
+        return list(bsym.subsymbols)
+
+    def beneath(self) -> Sequence[BoundSymbol]:
+        """The operations that stand beneath its symbol in a trace."""
+        return self.forward
 
 
 def where_used(executor: Any, name: str, meta: WhereUsed) -> Symbol:
@@ -236,23 +292,15 @@ def feed_undefined(tensors: Sequence[TensorProxy]) -> None:
 
 def bind(trace: TraceCtx, executor: Any, composite: Composite) -> None:
     """Record a composite as one bound symbol in the trace, and register its gradient with the executor."""
-    composite.wanted_name, composite.executor = composite.name, executor
-    composite.name = symbol_name(trace, composite.name)
-    if composite.explicit:
-        _clear_tags(composite)
-    kind = gradflow.CALL if composite.explicit else gradflow.TRACED
-    symbol = make_symbol(None, composite.name, composite, composite, kind=kind, is_prim=False)
-    if composite.backward is not None:
-        executor._implmap[symbol.id] = ImplInfo(
-            symbol=symbol, execution_transform=composite, grad_transform=composite.gradient_transform
-        )
+    composite.executor = executor
+    symbol = composite.symbol(trace)
     with tracectx(trace):
         bsym = BoundSymbol(
             symbol,
             args=composite.inputs,
             kwargs={},
             output=composite.outputs,
-            subsymbols=list(composite.forward),
+            subsymbols=list(composite.beneath()),
             source_filename=trace._current_source_filename,
             source_positions=trace._current_source_positions,
         )
@@ -267,7 +315,7 @@ def called(bsym: BoundSymbol) -> Any:
     return bsym.sym.meta if isinstance(bsym.sym.meta, Composite) else getattr(bsym.sym.meta, "operator", None)
 
 
-def _clear_tags(composite: Composite) -> None:
+def clear_tags(composite: Composite) -> None:
     """The operations ran with grad mode off, but it is the composite that says what is differentiable.
 
     thunder's later names for the tensors (the interpreter's swap map) carry the tag, too.
@@ -282,7 +330,8 @@ def _clear_tags(composite: Composite) -> None:
                     later.tags.discard(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
 
 
-def _swapped(env: dict[Any, Any], proxy: Any) -> Any:
+def swapped(env: dict[Any, Any], proxy: Any) -> Any:
+    """What a proxy is called now."""
     return env.get(variableify(proxy), proxy) if isinstance(proxy, Proxy) else proxy
 
 

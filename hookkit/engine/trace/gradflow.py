@@ -19,6 +19,7 @@ __all__ = [
     "CALL",
     "DRAWS",
     "OPAQUE_BACKWARD",
+    "REGION",
     "TRACED",
     "WHERE_USED",
     "forget",
@@ -31,6 +32,7 @@ __all__ = [
 # The ids of hookkit's symbols begin with one of these.
 CALL = "hookkit.call."  # its results say whether they require grad
 TRACED = "hookkit.traced."  # thunder differentiates its operations
+REGION = "hookkit.region."  # what a region is compiled to, which computes its forward or its backward
 OPAQUE_BACKWARD = "hookkit.backward."
 WHERE_USED = "hookkit.where_used."
 DRAWS = "hookkit_draws."  # keeps the state of random generators; part of no call

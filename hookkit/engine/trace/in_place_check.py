@@ -20,6 +20,7 @@ from hookkit.errors import HookError
 
 __all__ = [
     "OVERWRITTEN",
+    "NoRegion",
     "Retrace",
     "check",
     "cuts_gradient",
@@ -40,6 +41,10 @@ class Retrace(Exception):
         super().__init__(reason)
         self.subject = subject
         self.reason = reason
+
+
+class NoRegion(Retrace):
+    """A call cannot be a region; the program is traced again with the call traced."""
 
 
 def check(trace: Any) -> None:
@@ -71,7 +76,8 @@ def check(trace: Any) -> None:
             for name in sharing.group(target.name):
                 if name in residuals:
                     call = residuals[name]
-                    raise Retrace(call.subject, f"{bsym.sym.name} changes a tensor that its backward needs, in place")
+                    again = Retrace if call.is_node else NoRegion
+                    raise again(call.subject, f"{bsym.sym.name} changes a tensor that its backward needs, in place")
                 if name in views:
                     raise HookError(
                         f"{bsym.sym.name} changes in place what the result of {views[name]} shares with an argument of "
@@ -101,7 +107,7 @@ def _check_overwritten(trace: Any) -> None:
         if isinstance(call, Composite):
             touched = {p.name for p in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)}
             if names & touched:
-                raise Retrace(call.subject, OVERWRITTEN)
+                raise (Retrace if call.is_node else NoRegion)(call.subject, OVERWRITTEN)
 
 
 def _lost_gradient(bsym: Any) -> HookError:

@@ -14,13 +14,14 @@ from typing import Any
 import attrs
 import torch
 from thunder.core.compile_data import get_compile_data
+from thunder.core.interpreter import unwrap
 from thunder.core.jit_ext import get_jit_ctx
 from thunder.core.proxies import NumberProxy, Proxy, TensorProxy, variableify
 from thunder.core.trace import TraceCtx, tracectx
 
 from hookkit.engine.interpreter.side_effects import State
 from hookkit.engine.trace import gradflow
-from hookkit.engine.trace.composite import Composite, fresh, renamed
+from hookkit.engine.trace.composite import Composite, fresh
 from hookkit.engine.trace.recomputation import is_recomputing
 from hookkit.engine.traced.traced_call import Invocation
 from hookkit.engine.values.wrapping import PLAIN, is_container, leaves, map_leaves
@@ -38,6 +39,7 @@ class Specialisation:
         returned: what it returned.
         state: the Python state that its code can reach.
         constants: what the key names by identity, kept alive.
+        written: the attributes of objects that the program had set by then, which thunder sets when it has run.
     """
 
     arguments: list[Proxy]
@@ -45,6 +47,7 @@ class Specialisation:
     returned: Any
     state: State
     constants: list[Any]
+    written: list[dict[str, Any]]
 
 
 _known: weakref.WeakKeyDictionary[TraceCtx, dict[Any, Specialisation]] = weakref.WeakKeyDictionary()
@@ -109,7 +112,22 @@ def remember(
         placeholders: list[Proxy] = [fresh(a) for a in arguments]
         env.update({variableify(a): p for a, p in zip(arguments, placeholders, strict=True)})
         pattern, returned = _copy(composite, returned, env)
-    _known.setdefault(trace, {})[key] = Specialisation(placeholders, pattern, returned, state, constants_of(invocation))
+    _known.setdefault(trace, {})[key] = Specialisation(
+        placeholders, pattern, returned, state, constants_of(invocation), _written()
+    )
+
+
+def _written() -> list[dict[str, Any]]:
+    """The attributes, as the program sees them, of the objects of which it has set some."""
+    return [dict(unwrap(attributes)) for attributes in get_jit_ctx()._additional_outputs]
+
+
+def _is_unwritten(specialisation: Specialisation) -> bool:
+    """Whether the program has set no attributes since a call was interpreted."""
+    before, now = specialisation.written, _written()
+    return len(before) == len(now) and all(
+        b.keys() == n.keys() and all(b[k] is n[k] for k in b) for b, n in zip(before, now, strict=True)
+    )
 
 
 def constants_of(invocation: Invocation) -> list[Any]:
@@ -122,7 +140,9 @@ def constants_of(invocation: Invocation) -> list[Any]:
 def find(trace: TraceCtx, key: tuple[Any, ...]) -> Specialisation | None:
     """An earlier call that may be replayed, or None."""
     found = _known.get(trace, {}).get(key)
-    return found if found is not None and not found.state.changed() else None
+    if found is None or not _is_unwritten(found) or found.state.changed():
+        return None
+    return found
 
 
 def instantiate(specialisation: Specialisation, invocation: Invocation) -> tuple[Composite, Any]:
@@ -136,28 +156,9 @@ def instantiate(specialisation: Specialisation, invocation: Invocation) -> tuple
 
 
 def _copy(composite: Composite, returned: Any, env: dict[Any, Proxy]) -> tuple[Composite, Any]:
-    """A composite with other inputs and new names."""
-
-    def new(proxy: Any) -> Any:
-        return env.get(variableify(proxy), proxy) if isinstance(proxy, Proxy) else proxy
-
-    forward = renamed(composite.forward, env)
-    env.update({variableify(g): fresh(g) for g in composite.output_gradients if g is not None})
-    copied = attrs.evolve(
-        composite,
-        name=composite.wanted_name or composite.name,
-        inputs=tuple(map(new, composite.inputs)),
-        outputs=tuple(map(new, composite.outputs)),
-        forward=forward,
-        output_gradients=tuple(map(new, composite.output_gradients)),
-        backward=None if composite.backward is None else renamed(composite.backward, env),
-        input_gradients=tuple(map(new, composite.input_gradients)),
-        views=frozenset(new(o).name for o in composite.outputs if o.name in composite.views),
-        used=False,
-        undefined=[],
-        gradient_names=[],
-    )
-    return copied, map_leaves(new, returned)
+    """A composite with other inputs and new names, and what its call returns."""
+    copied = composite.copied(env)
+    return copied, map_leaves(lambda p: env.get(variableify(p), p) if isinstance(p, Proxy) else p, returned)
 
 
 def _argument_proxies(invocation: Invocation) -> list[Proxy]:
