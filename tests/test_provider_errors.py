@@ -189,3 +189,15 @@ def test_a_backward_provider_without_a_gradient_is_refused_where_it_is_declared(
     rule = hookkit.rule(product)(forward)
     with pytest.raises(hookkit.RegistrationError, match=r"it takes the residuals and the gradient of each output"):
         rule.backward(lambda saved: {})
+
+
+@pytest.mark.filterwarnings("ignore::hookkit.OpaqueFallbackWarning")
+@pytest.mark.parametrize("mode", ["auto", "trace", "opaque"])
+def test_what_a_backward_raises_by_itself_reaches_the_user_as_it_is_in_every_mode(mode):
+    names, rows = ["x", "y"], []
+
+    def backward(saved, grad):
+        return {name: grad * rows[place] for place, name in enumerate(names)}
+
+    with pytest.raises(IndexError, match="list index out of range"):
+        run(backward, mode)

@@ -19,7 +19,7 @@ from hookkit.engine.values.wrapping import leaves, tensors_in, unwrap_arguments
 from hookkit.errors import GradientError, HookError
 from hookkit.rule import Rule
 
-__all__ = ["OUTSIDE", "Uses", "gets_gradients", "outside", "parameters_of", "refuse_missing"]
+__all__ = ["OUTSIDE", "Uses", "gets_gradients", "name_of", "outside", "parameters_of", "refuse_missing"]
 
 OUTSIDE = "hookkit_outside"  # the keyword under which an opaque call is given what its forward provider uses besides
 
@@ -42,11 +42,11 @@ def outside(invocation: Any, free: Iterable[Proxy]) -> dict[str, TensorProxy]:
     found: dict[str, TensorProxy] = {}
     for proxy in free:
         if isinstance(proxy, TensorProxy) and proxy.name not in given:
-            found.setdefault(_name_of(proxy, roots, by_value), proxy)
+            found.setdefault(name_of(proxy, roots, by_value), proxy)
     return found
 
 
-def _name_of(proxy: TensorProxy, roots: Mapping[int, str], by_value: Mapping[str, str]) -> str:
+def name_of(proxy: TensorProxy, roots: Mapping[int, str], by_value: Mapping[str, str]) -> str:
     """How a provider names a tensor, from how the interpreter came by it."""
     parts: list[str] = []
     record: Any = proxy.history

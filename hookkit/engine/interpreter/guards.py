@@ -11,7 +11,9 @@ from typing import Any
 
 from thunder.core.interpreter import ProvenanceRecord
 from thunder.core.jit_ext import get_jit_ctx
-from thunder.core.proxies import AnyProxy, NumberProxy, Proxy
+from thunder.core.proxies import AnyProxy, NumberProxy, Proxy, TensorProxy
+
+from hookkit.engine.interpreter.closed_over import name_of
 
 __all__ = ["drop_changed", "drop_uncheckable", "mark", "uncheckable"]
 
@@ -95,4 +97,10 @@ def _can_unpack(provenance: ProvenanceRecord) -> bool:
 
 
 def _describe(constraint: Any) -> str:
-    return next((str(a.value) if hasattr(a, "value") else repr(a) for a in constraint[1:]), "a value")
+    return next((_in_words(guarded) for guarded in constraint[1:]), "a value")
+
+
+def _in_words(guarded: Any) -> str:
+    if isinstance(guarded, TensorProxy):
+        return f"the tensor {name_of(guarded, {}, {})}"
+    return str(guarded.value) if hasattr(guarded, "value") else repr(guarded)

@@ -292,8 +292,9 @@ def probe(operator: OpaqueCall, values: list[Any], writes_undone: WritesUndone, 
     # without data the kernel of a custom operator does not run; its schema says what it writes
     is_known = operators.is_custom(operator.callee)
     in_backward = Written() if is_known else written_in_backward(result.state, made, values, writes_undone, scale)
-    if in_backward is not None:
-        overwritten |= in_backward.arguments
+    raised = in_backward if isinstance(in_backward, Exception) else None
+    in_backward = in_backward if isinstance(in_backward, Written) else Written()
+    overwritten |= in_backward.arguments
     return Expected(
         structure=structure,
         tensors=[TensorMetadata.of(t) for t in tensors],
@@ -302,8 +303,8 @@ def probe(operator: OpaqueCall, values: list[Any], writes_undone: WritesUndone, 
         dirty_outputs=result.dirty_outputs,
         gradients=[i for i, n in enumerate(operator.needs) if n] if result.state is not None else [],
         overwritten=overwritten - set(result.changed),
-        spoiled=in_backward.gradients if in_backward is not None else frozenset(),
-        is_seen=in_backward is not None,
+        spoiled=in_backward.gradients,
+        backward_raised=raised,
         views=views,
         saved_bytes=saved_bytes,
         direct=direct,

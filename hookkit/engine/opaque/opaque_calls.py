@@ -23,6 +23,7 @@ from thunder.core.trace import tracectx
 from thunder.extend import ImplInfo
 
 from hookkit import operators
+from hookkit.engine.interpreter.attempt import Raised
 from hookkit.engine.interpreter.closed_over import OUTSIDE, gets_gradients, parameters_of
 from hookkit.engine.interpreter.reasons import in_words
 from hookkit.engine.opaque.fast_path import DirectCall
@@ -46,7 +47,15 @@ from hookkit.engine.values.wrapping import (
     unwrap_arguments,
     wrap_result,
 )
-from hookkit.errors import MetaError, MetaWarning, OpaqueFallbackWarning, RegistrationError, UntraceableError, warn_at
+from hookkit.errors import (
+    HookError,
+    MetaError,
+    MetaWarning,
+    OpaqueFallbackWarning,
+    RegistrationError,
+    UntraceableError,
+    warn_at,
+)
 from hookkit.logs import FALLBACKS
 from hookkit.patch import Patch
 from hookkit.targets import signature_of
@@ -212,7 +221,9 @@ def fall_back(invocation: Invocation, error: BaseException) -> tuple[Any, str]:
     reason = in_words(error)
     if invocation.mode.mode == "trace":
         operator, slots = _operator(invocation)
-        find_metadata(invocation, operator, slots, error)
+        raised = find_metadata(invocation, operator, slots, error).backward_raised
+        if type(raised) is type(error) and not isinstance(raised, HookError):
+            raise Raised(raised, interpreted=False)  # by the backward, in eager PyTorch too
         raise UntraceableError(
             f"{call} cannot be traced: {reason}\n"
             f'Its mode is "trace" by {invocation.mode.said_by}; "auto" lets it run as one opaque operator.'

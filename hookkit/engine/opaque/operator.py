@@ -35,7 +35,7 @@ class Expected:
         views: the places of outputs that share memory with an argument that is not changed.
         overwritten: the indices of arguments that the call or its backward overwrites without PyTorch's counting it.
         spoiled: the same for the gradients that the backward is given, by place among those.
-        is_seen: whether the call and its backward ran when that was looked for.
+        backward_raised: what its backward raised when that was looked for.
         saved_bytes: how much PyTorch keeps for the backward; None if that is not known.
         without_data: what the call raised on tensors without data, if it was run on example values instead.
     """
@@ -50,10 +50,15 @@ class Expected:
     direct: bool = False
     overwritten: frozenset[int] = frozenset()
     spoiled: frozenset[int] = frozenset()
-    is_seen: bool = True
+    backward_raised: Exception | None = None
     saved_bytes: int | None = None
     is_tuple: bool = False
     without_data: BaseException | None = None
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether its backward ran when it was looked for what that overwrites."""
+        return self.backward_raised is None
 
     def add_writes(self, other: Expected) -> None:
         """Add what was overwritten in another run."""

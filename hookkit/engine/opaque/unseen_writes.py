@@ -54,8 +54,8 @@ class Written:
 
 def written_in_backward(
     state: EagerState | None, made: Sequence[Any], values: Sequence[Any], operations: WritesUndone, scale: float
-) -> Written | None:
-    """What the backward of a call overwrites; None if it does not run.
+) -> Written | Exception:
+    """What the backward of a call overwrites; what it raises if it does not run.
 
     Args:
         state: what the call keeps for it.
@@ -71,8 +71,8 @@ def written_in_backward(
     try:
         with torch.no_grad():
             state.backward(gradients)
-    except Exception:
-        return None  # what is wrong with it is said when it runs, as in eager
+    except Exception as error:  # what is wrong with it is said when it runs, as in eager
+        return error.with_traceback(None)
     written, count = watched.written(), len(gradients)
     return Written(frozenset(i for i in written if i < count), frozenset(i - count for i in written if i >= count))
 
