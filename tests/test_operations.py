@@ -172,7 +172,6 @@ REFUSED = {
     "allclose": lambda x: torch.allclose(x, x),
     "resize_": lambda x: x.clone().resize_(2),
     "detach_": lambda x: (x * 2).detach_() * x,
-    "ScriptModule": lambda x: SCRIPT_MODULE(x),
     "ScriptMethod": lambda x: SCRIPT_MODULE.forward(x),
     "grad": lambda x: x * 2 if x.grad is None else x,
     "retain_grad": lambda x: (x * 2).retain_grad() or x,

@@ -29,7 +29,8 @@ def current_buffers(program: Any) -> Iterator[None]:
     keeps (``ThunderModule._overrides_buffers``): a buffer that has changed its shape never fits.
     """
     _has_buffers.set(bool(getattr(program, "_buffers", None)))
-    module = get_thunder_module(program) if isinstance(program, torch.nn.Module) else None
+    scripted = isinstance(program, torch.jit.ScriptModule)  # which is refused
+    module = get_thunder_module(program) if isinstance(program, torch.nn.Module) and not scripted else None
     before = []
     for name, value in getattr(module, "_overrides_buffers", {}).items():
         path, _, key = name.rpartition(".")

@@ -19,6 +19,7 @@ from hookkit.rules._names import of_torch
 
 __all__ = [
     "associative_scan",
+    "compiled",
     "cond",
     "cond_of_a_number",
     "flex_attention",
@@ -190,6 +191,12 @@ def subgraph(subgraph: Any, identifier: Any, *operands: Any) -> Any:
 def nested_region(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run the body of a nested_compile_region."""
     return func(*args, **kwargs)
+
+
+@hookkit.rule(torch.compile, mode="inline", priority=PRIORITY)
+def compiled(model: Any = None, **options: Any) -> Any:
+    """Leave what a program would compile to thunder, which compiles the program."""
+    return model if model is not None else lambda decorated: decorated
 
 
 @hookkit.rule(operators("wrap_with_set_grad_enabled"), mode="inline", priority=PRIORITY)

@@ -137,7 +137,7 @@ def _(call: hookkit.Call, self: Any) -> Any:
 
 
 def is_script_module(call: hookkit.Call) -> bool:
-    """Whether a module of ``torch.jit`` is called, or a method of it."""
+    """Whether a method of a module of ``torch.jit`` is called, or one that is the program itself."""
     return isinstance(call.callable, tuple(of_torch("jit.ScriptModule", "ScriptMethod")))
 
 
@@ -146,6 +146,7 @@ def script_module(call: hookkit.Call, *args: Any, **kwargs: Any) -> NoReturn:
     """Refuses to run a module whose parameters cannot be seen."""
     raise hookkit.HookError(
         f"{type(call.callable).__name__} of torch.jit is not supported inside a program compiled by thunder (at "
-        f"{call.source}), which cannot look into it for its parameters. Use the module from which it was made, or call "
-        "it outside the compiled program, or inside a torch.autograd.Function."
+        f"{call.source}), which cannot look into it for its parameters. Use the module from which it was made, or, in "
+        "place of a method or of the program itself, call the module in a function; or call it outside the compiled "
+        "program, or inside a torch.autograd.Function."
     )

@@ -26,6 +26,7 @@ from hookkit.engine.interpreter.side_effects import note_called
 from hookkit.engine.joint import differentiation
 from hookkit.engine.trace import gradflow, in_place_check, recomputation
 from hookkit.engine.trace.composite import export_leaks
+from hookkit.opaque_function import run_opaque
 from hookkit.patch import Patch, around, refuse_if_concerned
 from hookkit.registry import registry
 from hookkit.residuals import mark, recompute, save
@@ -136,12 +137,13 @@ def _dispatch(
     if compat.is_optimized(callee):  # Dynamo would compile the interpreter
         fn = interpreter._interpret_call(getattr, fn, interpreter.wrap_const("_torchdynamo_orig_callable"))
         return stock(compilectx, runtimectx, fn, *args, **kwargs)
+    if isinstance(callee, torch.jit.ScriptModule) and not _is_program(fn):  # one operator, which gets its parameters
+        return stock(compilectx, runtimectx, interpreter.wrap_const(run_opaque), _wrapped(fn), *args, **kwargs)
     if callee is _function_apply and args:  # unbound already, by the interpreter's LOAD_METHOD
         owner, args = args[0], args[1:]
         callee = owner.value.apply
     elif compat.function_owner(callee) is not None:
-        wrapped = fn if isinstance(fn, interpreter.WrappedValue) else interpreter.wrap_const(fn)
-        owner = interpreter._interpret_call(getattr, wrapped, interpreter.wrap_const("__self__"))
+        owner = interpreter._interpret_call(getattr, _wrapped(fn), interpreter.wrap_const("__self__"))
     if owner is None:
         return stock(compilectx, runtimectx, fn, *args, **kwargs)
     claimed = jit_ext.get_jit_ctx()._executor_lookasides.get(callee)
@@ -154,6 +156,15 @@ def _dispatch(
         return jit_ext._general_jit_torch_autograd_function_apply_lookaside(owner, *args, **kwargs)
     rest = (owner, *args) if interpreter.unwrap(fn) is _function_apply else args
     return stock(compilectx, runtimectx, fn, *rest, **kwargs)
+
+
+def _is_program(wrapped: Any) -> bool:
+    """Whether what is called is what was compiled."""
+    return getattr(wrapped, "provenance", None) is None or wrapped.provenance.inst is interpreter.PseudoInst.INPUT_FN
+
+
+def _wrapped(function: Any) -> Any:
+    return function if isinstance(function, interpreter.WrappedValue) else interpreter.wrap_const(function)
 
 
 def _module_call(wrapped: Any, module: Any) -> Any:

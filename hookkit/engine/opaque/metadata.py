@@ -33,7 +33,7 @@ from hookkit.engine.pytorch.graph_run import EagerResult
 from hookkit.engine.pytorch.provider_function import split_tensors
 from hookkit.engine.traced import replay
 from hookkit.engine.traced.traced_call import Invocation
-from hookkit.engine.values.captured import fill
+from hookkit.engine.values.captured import fill, trying
 from hookkit.engine.values.wrapping import PLAIN, Slot, TensorMetadata, is_differentiable_dtype, leaves
 from hookkit.errors import HookError, MetaError
 from hookkit.returned import output_and_residuals
@@ -441,7 +441,7 @@ def _no_side_effects(invocation: Invocation, reachable: State) -> Iterator[Write
     """Leave Python state, tensors and random generators as they are; what raises leaves its mark, as in eager."""
     generators, writes = Generators.now(), WritesUndone()
     try:
-        with compat.without_dynamo(), torch.random.fork_rng(), following_natively(reachable):
+        with trying(), compat.without_dynamo(), torch.random.fork_rng(), following_natively(reachable):
             yield writes
         if invocation.guarded is not None:
             guards.drop_changed(invocation.guarded, cache_guards.traced_program())

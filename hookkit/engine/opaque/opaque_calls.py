@@ -82,7 +82,7 @@ def opaque_call(invocation: Invocation, pending: BaseException | None) -> Any:
     operator, slots = _operator(invocation)
     operator.expected = expected = find_metadata(invocation, operator, slots, pending)
     if expected.without_data is not None:
-        if not getattr(invocation.call.callable, "calls_its_argument", False):  # hookkit.opaque is for such functions
+        if not _looks_at_values(invocation.call.callable):
             _warn_of_examples(invocation, expected.without_data)
         expected.without_data = None  # its traceback holds what the run made
     if not expected.direct:
@@ -98,6 +98,11 @@ def opaque_call(invocation: Invocation, pending: BaseException | None) -> Any:
     symbol.meta.views = frozenset(results[i].name for i in expected.views)  # mutation.check asks
     returned = fill(expected.structure, _write_back(invocation, slots, expected, list(results)))
     return wrap_result(returned, invocation.owner, *invocation.args)
+
+
+def _looks_at_values(callee: Any) -> bool:
+    """Whether a callee need not run without data: hookkit.opaque is for such functions, and TorchScript never does."""
+    return isinstance(callee, torch.jit.ScriptFunction) or getattr(callee, "calls_its_argument", False)
 
 
 def _warn_of_examples(invocation: Invocation, without_data: BaseException) -> None:

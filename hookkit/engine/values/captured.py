@@ -22,8 +22,9 @@ from thunder.core.proxies import TensorProxy
 from torch._subclasses.fake_tensor import FakeTensor
 
 from hookkit.engine.values.wrapping import Slot, map_leaves
+from hookkit.errors import HookError
 
-__all__ = ["Captured", "Path", "fill", "held", "paths", "settled", "wrapped_at"]
+__all__ = ["Captured", "Path", "fill", "held", "paths", "settled", "trying", "wrapped_at"]
 
 # Packages whose functions use no tensors of a program's but those that they are given or close over.
 _FOREIGN = ("torch", "thunder", "numpy", "hookkit", "builtins", "typing", "functools", "math", "collections")
@@ -36,7 +37,8 @@ class Step:
     """A step from an object to one that it holds.
 
     Attributes:
-        kind: ``"cell"`` of a closure, by its place; ``"global"`` of a function; ``"attribute"``; ``"item"``.
+        kind: ``"cell"`` of a closure, by its place; ``"global"`` of a function; ``"attribute"``; ``"item"``;
+            ``"parameter"`` of a module of ``torch.jit``, by its whole name.
         key: which.
     """
 
@@ -52,6 +54,8 @@ class Step:
         if self.kind == "attribute":
             own = getattr(holder, "__dict__", {})
             return own[self.key] if self.key in own else getattr(holder, self.key)
+        if self.kind == "parameter":
+            return functools.reduce(getattr, self.key.split("."), holder)
         return holder[self.key]
 
     def of_wrapped(self, holder: Any) -> Any:
@@ -63,12 +67,24 @@ class Step:
         if self.kind == "global":
             names = _interpret_call(getattr, holder, wrap_const("__globals__"))
             return _interpret_call(_item, names, wrap_const(self.key))
-        if self.kind == "attribute" and isinstance(holder.value, functools.partial):  # C code, which is not interpreted
-            steps = [holder.provenance, wrap_const(self.key).provenance]
-            return wrap(getattr(holder.value, self.key), provenance=ProvenanceRecord(PseudoInst.LOAD_ATTR, steps))
+        if self.kind == "parameter":
+            return functools.reduce(_attribute, self.key.split("."), holder)
+        if self.kind == "attribute" and isinstance(holder.value, functools.partial):
+            return _attribute(holder, self.key)
         if self.kind == "attribute":
             return _interpret_call(getattr, holder, wrap_const(self.key))
         return _interpret_call(_item, holder, wrap_const(self.key))
+
+
+def _attribute(holder: Any, name: str) -> Any:
+    """An attribute that C code, or what stands before it, looks up, which is not to be interpreted.
+
+    A number is the name of a module in a list of them, to which the prologue comes by indexing.
+    """
+    key: Any = int(name) if name.isdecimal() else name
+    how = PseudoInst.BINARY_SUBSCR if name.isdecimal() else PseudoInst.LOAD_ATTR
+    steps = [holder.provenance, wrap_const(key).provenance]
+    return wrap(getattr(holder.value, name), provenance=ProvenanceRecord(how, steps))
 
 
 def _item(holder: Any, key: Any) -> Any:
@@ -112,6 +128,9 @@ def held(value: Any) -> Iterator[tuple[Step, Any]]:
     elif isinstance(value, functools.partial):
         for name in ("func", "args", "keywords"):
             yield Step("attribute", name), getattr(value, name)
+    elif isinstance(value, torch.jit.ScriptModule):
+        for name, tensor in value.named_parameters():  # its buffers it keeps up to date by itself
+            yield Step("parameter", name), tensor
     elif isinstance(value, list | tuple):
         for i, item in enumerate(value):
             yield Step("item", i), item
@@ -190,6 +209,8 @@ def _rebuilt(value: Any, places: dict[Path, Slot], values: Sequence[Any]) -> Any
 def _with_parts(value: Any, parts: dict[Step, Any]) -> Any:
     """A copy of an object that holds other things."""
     by_name = {step.key: new for step, new in parts.items()}
+    if isinstance(value, torch.jit.ScriptModule):
+        return _with_its_own(value, parts)
     if isinstance(value, types.FunctionType):
         return _function_with_parts(value, parts)
     if isinstance(value, types.MethodType):
@@ -209,6 +230,30 @@ def _with_parts(value: Any, parts: dict[Step, Any]) -> Any:
     result.__dict__.update(by_name)
     _noted(value.__dict__, result.__dict__)
     return result
+
+
+def _with_its_own(module: Any, parts: dict[Step, Any]) -> Any:
+    """A module of ``torch.jit``, which can be given no other parameters; where it is tried out its own will do."""
+    for step, new in parts.items():
+        if not (_is_trying.get() or torch._C._is_alias_of(new, step.of(module))):  # type: ignore[attr-defined]
+            raise HookError(
+                f"{module.original_name}, a module of torch.jit, is to run with another {step.key} than its own, which "
+                "it cannot. Use the module from which it was made."
+            )
+    return module
+
+
+_is_trying: ContextVar[bool] = ContextVar("hookkit_is_trying", default=False)
+
+
+@contextmanager
+def trying() -> Iterator[None]:
+    """The time in which calls are tried out, to find out what they return."""
+    token = _is_trying.set(True)
+    try:
+        yield
+    finally:
+        _is_trying.reset(token)
 
 
 # Lists and dicts, attributes of objects among them, their copies, and what the copies held at first.
