@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hookkit.call import Call, Source
     from hookkit.custom_gradient import CustomFunction, custom_gradient
     from hookkit.declare import Declaration, rule
+    from hookkit.engine.dispatch.inspection import CompiledCall
     from hookkit.errors import (
         ConflictError,
         DataDependencyError,
@@ -41,20 +42,23 @@ if TYPE_CHECKING:
     from hookkit.operators import Operator
     from hookkit.regions import region
     from hookkit.registry import rules
-    from hookkit.reporting import Explanation, Report, explain, report
+    from hookkit.reporting import ExplainedCall, Explanation, Report, explain, report
     from hookkit.residuals import Residuals, mark, recompute, save
     from hookkit.rule import Rule
     from hookkit.scopes import use
-    from hookkit.targets import decline, where
+    from hookkit.targets import Decline, decline, where
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Call",
+    "CompiledCall",
     "ConflictError",
     "CustomFunction",
     "DataDependencyError",
     "Declaration",
+    "Decline",
+    "ExplainedCall",
     "Explanation",
     "GradientError",
     "HookError",
@@ -99,6 +103,7 @@ _MODULES = {
     "call": ("Call", "Source"),
     "custom_gradient": ("CustomFunction", "custom_gradient"),
     "declare": ("Declaration", "rule"),
+    "engine.dispatch.inspection": ("CompiledCall",),
     "errors": (
         "ConflictError",
         "DataDependencyError",
@@ -120,11 +125,11 @@ _MODULES = {
     "opaque_function": ("opaque",),
     "operators": ("Operator",),
     "regions": ("region",),
-    "reporting": ("Explanation", "Report", "explain", "report"),
+    "reporting": ("ExplainedCall", "Explanation", "Report", "explain", "report"),
     "residuals": ("Residuals", "mark", "recompute", "save"),
     "rule": ("Rule",),
     "scopes": ("use",),
-    "targets": ("decline", "where"),
+    "targets": ("Decline", "decline", "where"),
 }
 _MODULE_OF = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names}
 

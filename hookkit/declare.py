@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, NoReturn, ParamSpec, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, TypeVar, cast, overload
 
 from hookkit.call import Source
 from hookkit.declared import Origin
@@ -87,6 +87,14 @@ def _refuse_bare_use(target: Any, frame: types.FrameType) -> None:
         )
 
 
+if TYPE_CHECKING:
+
+    class OpaqueRule(Rule[..., Any]):
+        """A rule that is registered already, and takes a forward provider yet."""
+
+        def __call__(self, forward: Callable[P, R], /) -> Rule[P, R]: ...
+
+
 @overload
 def rule(
     target: Any,
@@ -100,7 +108,7 @@ def rule(
     opaque_callee: bool = ...,
     writes: Iterable[str] | None = ...,
     register: bool = ...,
-) -> Rule[..., Any]: ...
+) -> OpaqueRule: ...
 
 
 @overload

@@ -45,6 +45,12 @@ class ExplainedCall:
         reason: why it is opaque, or what it raised.
         others: the names of the rules that would take it if those before them did not.
         declined: the names of the rules that declined, and why.
+
+    Example:
+        >>> import hookkit, torch
+        >>> call = hookkit.explain(lambda x: torch.sinc(x), torch.ones(3)).calls[0]
+        >>> call.name, call.outcome
+        ('sinc', 'opaque')
     """
 
     name: str

@@ -40,7 +40,16 @@ __all__ = [
 
 @attrs.frozen
 class Decline:
-    """A rule's or predicate's reason for not taking a call; false in a condition."""
+    """A rule's or predicate's reason for not taking a call, made by :func:`decline`; false in a condition.
+
+    Attributes:
+        reason: why the rule is not for the call.
+
+    Example:
+        >>> import hookkit
+        >>> hookkit.decline("x is a scalar").reason
+        'x is a scalar'
+    """
 
     reason: str
 

@@ -94,6 +94,14 @@ class CompiledCall:
         replays: how often the operations of an earlier call were used again.
         region: the name of the region that it is a call of, or None.
         no_region: why it is none, although it was to be one.
+
+    Example:
+        >>> import hookkit, thunder, torch
+        >>> jitted = thunder.jit(lambda x: torch.sinc(x))
+        >>> _ = jitted(torch.ones(3))
+        >>> call = hookkit.report(jitted).calls[0]
+        >>> call.name, call.outcome
+        ('sinc', 'opaque')
     """
 
     name: str
