@@ -305,7 +305,7 @@ def _under(case: Case, context: Callable[[], Any]) -> str | None:
 
 def _opaque(case: Case) -> str | None:
     if case.rule is None:
-        opaque = rule(case.subject, mode="opaque", register=False)
+        opaque: Rule[..., Any] = rule(case.subject, mode="opaque", register=False)
     elif case.rule.mode == "opaque" or case.rule.forward is None:
         raise DoesNotApply("the rule is opaque")
     else:
