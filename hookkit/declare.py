@@ -107,6 +107,7 @@ def rule(
     subclasses: bool = ...,
     opaque_callee: bool = ...,
     writes: Iterable[str] | None = ...,
+    captures: bool = ...,
     register: bool = ...,
 ) -> OpaqueRule: ...
 
@@ -123,6 +124,7 @@ def rule(
     subclasses: bool = ...,
     opaque_callee: bool = ...,
     writes: Iterable[str] | None = ...,
+    captures: bool = ...,
     register: bool = ...,
 ) -> Declaration: ...
 
@@ -138,6 +140,7 @@ def rule(
     subclasses: bool = True,
     opaque_callee: bool = False,
     writes: Iterable[str] | None = None,
+    captures: bool = False,
     register: bool = True,
 ) -> Rule[..., Any] | Declaration:
     """Declare a rule: which calls it takes over, and what stands for them.
@@ -170,6 +173,9 @@ def rule(
         writes: the names of parameters whose tensors the call, or its backward, overwrites in place without PyTorch's
             counting it, as a kernel does that gets an address; ``()`` for none. By default that is found by running the
             call on example values; where a meta function is declared nothing runs, and all are taken to be overwritten.
+        captures: whether tensors that functions among the arguments capture (by their closures, globals, modules) are
+            arguments of an opaque call, too, and get gradients. By default a function that captures a tensor of the
+            program is refused.
         register: False to have the rule only in ``with hookkit.use(rule)``.
 
     Returns:
@@ -232,6 +238,7 @@ def rule(
             track=track,
             opaque_callee=opaque_callee,
             writes=tuple(writes) if writes is not None else None,
+            captures=captures,
             is_named=name is not None,
             ships=ships,
             origin=origin.on(forward),

@@ -60,6 +60,7 @@ class Rule(Generic[P, R]):
         priority: the higher one wins.
         declared_at: file and line of the declaration.
         writes: the parameters that an opaque call overwrites, or None if that is to be found out.
+        captures: whether tensors that functions among an opaque call's arguments capture are arguments, too.
 
     Example:
         >>> import hookkit, torch
@@ -83,6 +84,7 @@ class Rule(Generic[P, R]):
     pass_call: bool = False
     track: Track = "tree"
     writes: tuple[str, ...] | None = None
+    captures: bool = False
     _opaque_callee: bool = False
     _inlines: bool = False
     _is_named: bool = True

@@ -49,7 +49,7 @@ ORDER = [
     ["declared.py"],
     ["call.py"],
     ["operators.py"],
-    ["residuals.py"],
+    ["residuals.py", "transforming.py"],
     ["patch.py"],
     ["compat.py"],
     ["logs.py"],

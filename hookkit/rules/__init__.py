@@ -9,6 +9,7 @@ from hookkit.rules import (
     opaque_functions,
     operations,
     refusals,
+    transforms,
 )
 
 __all__ = [
@@ -20,4 +21,5 @@ __all__ = [
     "opaque_functions",
     "operations",
     "refusals",
+    "transforms",
 ]

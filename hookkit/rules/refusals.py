@@ -26,11 +26,7 @@ __all__ = [
 ]
 
 FUNCTIONS = of_torch(
-    *("autograd.grad", "autograd.backward", "vmap"),
-    *("func.grad", "func.grad_and_value", "func.hessian", "func.jacfwd", "func.jacrev"),
-    *("func.jvp", "func.linearize", "func.vjp"),
-    # torch.autograd.functional takes what does not require grad for a constant, and returns zeros
-    *(f"autograd.functional.{name}" for name in ("hessian", "hvp", "jacobian", "jvp", "vhp", "vjp")),
+    *("autograd.grad", "autograd.backward"),
     *("autograd.forward_ad.enter_dual_level", "autograd.forward_ad.make_dual", "autograd.forward_ad.unpack_dual"),
     "autograd.forward_ad.dual_level.__enter__",
 )

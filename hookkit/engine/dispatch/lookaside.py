@@ -30,6 +30,7 @@ from hookkit.opaque_function import run_opaque
 from hookkit.patch import Patch, around, refuse_if_concerned
 from hookkit.registry import registry
 from hookkit.residuals import mark, recompute, save
+from hookkit.transforming import is_made_by_transform, made_by_transform
 
 __all__ = ["PATCHES"]
 
@@ -139,6 +140,8 @@ def _dispatch(
         return stock(compilectx, runtimectx, fn, *args, **kwargs)
     if isinstance(callee, torch.jit.ScriptModule) and not _is_program(fn):  # one operator, which gets its parameters
         return stock(compilectx, runtimectx, interpreter.wrap_const(run_opaque), _wrapped(fn), *args, **kwargs)
+    if is_made_by_transform(callee):
+        return interpreter._interpret_call(made_by_transform, fn, *args, **kwargs)
     if callee is _function_apply and args:  # unbound already, by the interpreter's LOAD_METHOD
         owner, args = args[0], args[1:]
         callee = owner.value.apply

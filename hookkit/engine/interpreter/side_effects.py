@@ -23,7 +23,17 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Generators", "State", "WritesUndone", "following", "following_natively", "not_followed", "note_called"]
+__all__ = [
+    "Generators",
+    "State",
+    "WritesUndone",
+    "following",
+    "following_natively",
+    "is_own",
+    "names_in",
+    "not_followed",
+    "note_called",
+]
 
 _FOREIGN = ("torch", "thunder", "numpy", "hookkit", "builtins", "typing", "functools", "math", "collections")
 _DEPTH = 3
@@ -100,7 +110,7 @@ class State:
 
         What its cells hold may be the program's own, made while it runs.
         """
-        if id(code) not in self.codes and _is_own(names.get("__name__")):
+        if id(code) not in self.codes and is_own(names.get("__name__")):
             self.codes[id(code)] = code
             self._visit_globals(code, names, _DEPTH)
 
@@ -119,24 +129,24 @@ class State:
                 if isinstance(item, _CONTAINERS):
                     self._visit(item, depth - 1)
         elif isinstance(value, type):
-            if _is_own(value.__module__):
+            if is_own(value.__module__):
                 for base in value.__mro__:
-                    if _is_own(base.__module__):
+                    if is_own(base.__module__):
                         self._visit_class(base, depth)
         elif _is_kernel(value):  # what it has compiled and tuned it need not compile and tune again
             return
         elif type(value).__module__ != "builtins" and not isinstance(value, torch.Tensor | types.ModuleType):
             attributes = getattr(value, "__dict__", None)
-            is_own = _is_own(type(value).__module__)
-            if type(attributes) is dict and (is_own or isinstance(value, torch.nn.Module)):
+            own = is_own(type(value).__module__)
+            if type(attributes) is dict and (own or isinstance(value, torch.nn.Module)):
                 self._visit(attributes, depth)
-            for cls in type(value).__mro__ if is_own else ():
+            for cls in type(value).__mro__ if own else ():
                 slots = vars(cls).get("__slots__", ())
                 for name in (slots,) if isinstance(slots, str) else slots:
                     self.slots.setdefault((id(value), name), (value, name, getattr(value, name, _MISSING)))
 
     def _visit_function(self, function: types.FunctionType, depth: int) -> None:
-        if id(function) in self.seen or not _is_own(function.__module__):
+        if id(function) in self.seen or not is_own(function.__module__):
             return
         self.seen.add(id(function))
         self._visit(getattr(function, "__wrapped__", None), depth)
@@ -148,7 +158,7 @@ class State:
         self._visit_globals(function.__code__, function.__globals__, depth)
 
     def _visit_globals(self, code: types.CodeType, names: dict[str, Any], depth: int) -> None:
-        for name in _names(code):
+        for name in names_in(code):
             if name in names:
                 content = names[name]
                 self.names.setdefault((id(names), name), (names, name, content))
@@ -305,15 +315,15 @@ def _place(tensor: torch.Tensor) -> Any:
     return tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
 
 
-def _names(code: types.CodeType) -> set[str]:
+def names_in(code: types.CodeType) -> set[str]:
     found = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            found |= _names(constant)
+            found |= names_in(constant)
     return found
 
 
-def _is_own(module: Any) -> bool:
+def is_own(module: Any) -> bool:
     return not (isinstance(module, str) and module.partition(".")[0] in _FOREIGN)
 
 

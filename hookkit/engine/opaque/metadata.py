@@ -27,6 +27,7 @@ from hookkit.engine.interpreter import cache_guards, guards
 from hookkit.engine.interpreter.attempt import Raised
 from hookkit.engine.interpreter.closed_over import OUTSIDE
 from hookkit.engine.interpreter.side_effects import Generators, State, WritesUndone, following_natively, not_followed
+from hookkit.engine.opaque.held import Held
 from hookkit.engine.opaque.operator import Expected, OpaqueCall, same_structure
 from hookkit.engine.opaque.unseen_writes import Watched, Written, written_in_backward
 from hookkit.engine.pytorch.graph_run import EagerResult
@@ -65,12 +66,14 @@ def find_metadata(
             expected.may_overwrite(slots)
         return expected
     known = _known.setdefault(get_jit_ctx().computation_trace, {})
-    given = [TensorMetadata.of_proxy(p) for p in slots if isinstance(p, TensorProxy)]
-    key = (replay.key_of(invocation), invocation.itself, tuple(given), operator.needs)
+    given = tuple(TensorMetadata.of_proxy(s) if isinstance(s, TensorProxy) else s.name for s in slots)
+    key = (replay.key_of(invocation), invocation.itself, given, operator.needs)
     if key in known and not known[key].state.changed():
         return known[key].expected
     reachable = State.reachable_from([invocation.call.function or invocation.call.callable, *invocation.call.args])
-    expected = _by_trying(invocation, operator, slots, pending, reachable)
+    captured = operator.callee.kept() if isinstance(operator.callee, Held) else contextlib.nullcontext()
+    with captured:
+        expected = _by_trying(invocation, operator, slots, pending, reachable)
     known[key] = _Known(expected, reachable, replay.constants_of(invocation))
     return expected
 

@@ -26,6 +26,7 @@ from hookkit import operators
 from hookkit.engine.interpreter.attempt import Raised
 from hookkit.engine.interpreter.closed_over import OUTSIDE, gets_gradients, parameters_of
 from hookkit.engine.interpreter.reasons import in_words
+from hookkit.engine.opaque.held import HELD, Held, find_held
 from hookkit.engine.opaque.fast_path import DirectCall
 from hookkit.engine.opaque.metadata import find_metadata
 from hookkit.engine.opaque.operator import Expected, OpaqueCall
@@ -270,7 +271,7 @@ def _operator(invocation: Invocation) -> tuple[OpaqueCall, list[Proxy]]:
         if isinstance(value, Device):
             return to_torch_device(value)
         if not isinstance(value, Proxy):
-            return lifted(value)
+            return value if rule.captures else lifted(value)
         if value.name not in places:
             places[value.name] = Slot(len(slots))
             slots.append(value)
@@ -281,6 +282,9 @@ def _operator(invocation: Invocation) -> tuple[OpaqueCall, list[Proxy]]:
         arguments = arguments[0], {**arguments[1], OUTSIDE: {name: place(proxy) for name, proxy in besides.items()}}
     trace = get_jit_ctx().computation_trace
     callee = call.callable if rule.opaque_callee or invocation.itself else provider_callee(rule, call)
+    written = operators.written(callee, *arguments)
+    if rule.captures:
+        callee, arguments = _with_captured(invocation, callee, arguments, place)
     autocasts = tuple(
         Autocast(device, _torch_dtype(dtype), bool(enabled))
         for device, dtype, enabled in get_compile_data().autocast_stack.stack
@@ -295,7 +299,7 @@ def _operator(invocation: Invocation) -> tuple[OpaqueCall, list[Proxy]]:
         needs=needs,
         grad_mode=invocation.grad_mode,
         autocasts=autocasts,
-        written=frozenset(s.index for s in leaves(operators.written(callee, *arguments)) if isinstance(s, Slot)),
+        written=frozenset(s.index for s in leaves(written) if isinstance(s, Slot)),
         direct=DirectCall.of(function, arguments, needs),
         is_function=function is not None,
     )
@@ -332,6 +336,25 @@ def _wrapped_leaves(invocation: Invocation) -> Iterator[Any]:
             pending += [step.of_wrapped(wrapped) for step, _ in held(wrapped.value)]
         else:
             yield wrapped
+
+
+def _with_captured(
+    invocation: Invocation, callee: Callable[..., Any], arguments: Any, place: Callable[[Any], Slot]
+) -> tuple[Callable[..., Any], Any]:
+    """A callee, and its arguments, with what the functions among those capture."""
+    captured: dict[str, Any] = {}
+
+    def slot(proxy: Proxy) -> Slot:
+        captured.setdefault(proxy.name, place(proxy))
+        return Slot(list(captured).index(proxy.name))
+
+    places = find_held((*invocation.args, *invocation.kwargs.values()), slot)
+    if not places:
+        return callee, arguments
+    return Held(callee, places, str(invocation.call)), (
+        arguments[0],
+        {**arguments[1], HELD: list(captured.values())},
+    )
 
 
 def _torch_dtype(dtype: Any) -> torch.dtype:
