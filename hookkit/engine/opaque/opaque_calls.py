@@ -26,8 +26,8 @@ from hookkit import operators
 from hookkit.engine.interpreter.attempt import Raised
 from hookkit.engine.interpreter.closed_over import OUTSIDE, gets_gradients, parameters_of
 from hookkit.engine.interpreter.reasons import in_words
-from hookkit.engine.opaque.held import HELD, Held, find_held
 from hookkit.engine.opaque.fast_path import DirectCall
+from hookkit.engine.opaque.held import HELD, Held, find_held
 from hookkit.engine.opaque.metadata import find_metadata
 from hookkit.engine.opaque.operator import Expected, OpaqueCall
 from hookkit.engine.pytorch.graph_run import Autocast
