@@ -26,6 +26,7 @@ import attrs
 from hookkit import compat, modes
 from hookkit.call import Call, Source
 from hookkit.errors import ConflictError, PluginWarning, RegistrationError, warn_user
+from hookkit.notebook import RuleList
 from hookkit.patch import versions
 from hookkit.targets import (
     CallableTarget,
@@ -504,14 +505,14 @@ def rules(wanted: str | Callable[..., Any] | None = None) -> list[Rule[..., Any]
         True
     """
     registry.load()
-    found = list(registry.current().rules)
+    found = registry.current().rules
     if wanted is None:
-        return found
+        return RuleList(found)
     if isinstance(wanted, str) and ":" not in wanted:
         named = [rule for rule in found if fnmatch.fnmatchcase(rule.name, wanted)]
-        return named or [r for r in found if any(_is_called(wanted, target) for target in r.targets)]
+        return RuleList(named or [r for r in found if any(_is_called(wanted, target) for target in r.targets)])
     key = make_target(wanted).key
-    return [rule for rule in found if any(target.key == key for target in rule.targets)]
+    return RuleList(rule for rule in found if any(target.key == key for target in rule.targets))
 
 
 def _is_called(pattern: str, target: Any) -> bool:

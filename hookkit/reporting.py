@@ -7,7 +7,7 @@ dictionary, and a picture.
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -25,6 +25,7 @@ from hookkit.engine.dispatch.inspection import (
 )
 from hookkit.engine.interpreter.call_log import CallRecord
 from hookkit.errors import HookError
+from hookkit.notebook import html_table
 from hookkit.plugin import is_enabled
 from hookkit.registry import rules
 from hookkit.targets import NameTarget
@@ -74,7 +75,7 @@ class ExplainedCall:
         return "\n".join(lines)
 
 
-@attrs.frozen
+@attrs.frozen(repr=False)
 class Explanation:
     """What the rules would do in a program; made by :func:`explain`.
 
@@ -109,10 +110,12 @@ class Explanation:
             lines.append(f"tracing stopped here: {self.error}")
         return "\n".join(lines)
 
+    __repr__ = __str__
+
     def _repr_html_(self) -> str:
         rows = [
             (
-                "\u2003" * call.depth + f"{call.name}()",
+                f"{call.name}()",
                 call.source,
                 call.rule if call.rule is not None else "left to thunder",
                 call.outcome,
@@ -128,7 +131,8 @@ class Explanation:
         notes += [f"not taken: {missed}" for missed in self.missed]
         if self.error is not None:
             notes.append(f"tracing stopped here: {self.error}")
-        return _html_table(("call", "where", "rule", "how", "why", "others"), rows, notes)
+        header = ("call", "where", "rule", "how", "why", "others")
+        return html_table(header, rows, notes, (call.depth for call in self.calls))
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain Python values, ready for JSON."""
@@ -202,7 +206,7 @@ def _explained(record: CallRecord, depth: int) -> ExplainedCall:
     )
 
 
-@attrs.frozen
+@attrs.frozen(repr=False)
 class Report:
     """What rules did in a compiled program; made by :func:`report`.
 
@@ -255,12 +259,14 @@ class Report:
         lines += self._graph_lines()
         return "\n".join(lines)
 
+    __repr__ = __str__
+
     def _repr_html_(self) -> str:
         header = ("call", "rule", "where", "how", "forward", "backward", "saved", "replayed", "why")
-        rows = [(*_row(call), call.reason or call.no_region) for call in self.calls]
+        rows = [(call.name, *_row(call)[1:], call.reason or call.no_region) for call in self.calls]
         notes = [f"{_size(self.saved_bytes)} saved for backward in all", *map(_region, self.regions)]
         notes += self._graph_lines()
-        return _html_table(header, rows, notes) + self.to_svg()
+        return html_table(header, rows, notes, (call.depth for call in self.calls)) + self.to_svg()
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain Python values, ready for JSON."""
@@ -360,15 +366,6 @@ def _size(number: int) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} GiB"
-
-
-def _html_table(header: Sequence[str], rows: Iterable[Sequence[object]], notes: Iterable[str]) -> str:
-    def cells(tag: str, row: Sequence[object]) -> str:
-        return "".join(f"<{tag}>{html.escape(str(c)) if c is not None else ''}</{tag}>" for c in row)
-
-    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
-    below = "".join(f"<p>{html.escape(note)}</p>" for note in notes)
-    return f"<table><thead><tr>{cells('th', header)}</tr></thead><tbody>{body}</tbody></table>{below}"
 
 
 class _Picture:

@@ -50,6 +50,7 @@ ORDER = [
     ["call.py"],
     ["operators.py"],
     ["residuals.py", "transforming.py"],
+    ["notebook.py"],
     ["patch.py"],
     ["compat.py"],
     ["logs.py"],

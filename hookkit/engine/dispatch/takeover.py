@@ -18,7 +18,7 @@ from thunder.core.jit_ext import get_jit_ctx
 
 from hookkit.call import Call
 from hookkit.engine.dispatch import extensions
-from hookkit.engine.interpreter import cache_guards, call_log, guards, recompilations
+from hookkit.engine.interpreter import cache_guards, call_log, guards, progress, recompilations
 from hookkit.engine.interpreter.attempt import Attempt, Raised, add_note, raise_in_program
 from hookkit.engine.interpreter.call_view import shows
 from hookkit.engine.interpreter.reasons import in_words, is_called_by_user, user_source
@@ -115,6 +115,7 @@ def trace_program(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     untraceable: dict[Any, str] = {}
     no_regions: dict[Any, str] = {}
     recompilations.note(*args[:3])
+    progress.watch(call_log.counter())
     _forget_autocast(get_compile_data().autocast_stack)
     while True:
         token, other = _untraceable.set(untraceable), _no_regions.set(no_regions)

@@ -25,6 +25,7 @@ __all__ = [
     "MissedForm",
     "Tracing",
     "all_candidates_wanted",
+    "counter",
     "inside_a_call",
     "note",
     "note_form",
@@ -200,6 +201,17 @@ def _tracing(trace: TraceCtx) -> Tracing:
     if not tracings or tracings[-1].names is not trace.names:
         tracings.append(Tracing(trace.names))
     return tracings[-1]
+
+
+def counter() -> Callable[[], int]:
+    """What gives, in any thread, the number of calls that were noted so far of the program that is being traced."""
+    stats = _compile_data.get()[1]
+
+    def count() -> int:
+        tracings = _tracings.get(stats)
+        return len(tracings[-1].calls) if tracings else 0
+
+    return count
 
 
 def tracings_of(stats: Any) -> list[Tracing]:
