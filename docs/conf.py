@@ -1,5 +1,6 @@
 """Sphinx configuration. Nothing here is fetched from elsewhere, and a reference that leads nowhere fails the build."""
 
+import logging
 import sys
 import warnings
 from pathlib import Path
@@ -8,6 +9,7 @@ import hookkit
 
 sys.path.insert(0, str(Path(__file__).parent / "_ext"))
 
+logging.getLogger("hookkit").setLevel(logging.WARNING)  # a style of Pygments has the root logger print everything
 warnings.filterwarnings("ignore", "transformer_engine module not found")  # thunder's, at its import
 
 project = "hookkit"
@@ -56,6 +58,7 @@ nitpick_ignore_regex = [
     (r"py:.*", r"collections\.abc\..*"),
     (r"py:.*", r"(typing\.)?(Any|Literal|TypeVar)"),
     (r"py:class", r"~?[PR]"),  # type variables
+    (r"py:class", r"OpaqueRule"),  # to type checkers only: a Rule
     (r"py:class", r"None|bool|int|str|tuple|dict|type|RuntimeError|UserWarning"),
 ]
 
