@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import BuiltinFunctionType
 from typing import Any
 
 import attrs
+import torch
 from torch._library.custom_ops import CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket
 
@@ -108,8 +110,15 @@ def is_custom(function: Any) -> bool:
 
 
 def written(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments that an operator changes in place, by its schema; none for any other callable."""
+    """The arguments that an operator changes in place, by its schema; none for any other callable.
+
+    ``torch._foreach_mul_`` and its like are functions that PyTorch makes of operators. Of lists of tensors without data
+    it counts no changes, so that their schemas are asked, too.
+    """
     overload = overload_of(function)
+    if overload is None and isinstance(function, BuiltinFunctionType) and function.__name__.endswith("_"):
+        packet = getattr(torch.ops.aten, function.__name__, None)
+        overload = getattr(packet, packet.overloads()[0]) if packet is not None else None
     if overload is None:
         return []
     parameters = overload._schema.arguments

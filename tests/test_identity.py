@@ -75,3 +75,44 @@ def test_a_distribution_that_checks_values_is_refused():
 def test_a_leaf_is_asked_for_outside():
     with pytest.raises(hookkit.HookError, match="is_leaf of an argument that requires grad is not supported"):
         thunder.jit(lambda x: x * 2 if x.is_leaf else x)(matrix())
+
+
+def test_a_tensor_is_one_of_the_class_that_it_has():
+    assert_agrees(lambda x: (x * 2).as_subclass(torch.Tensor) * 3, matrix())
+
+
+@pytest.mark.parametrize(
+    ("ask", "words"),
+    [
+        (
+            lambda x: x.as_subclass(torch.nn.Parameter) * 2,
+            r"as_subclass\(\) at .*test_identity.py:\d+ is not supported",
+        ),
+        (lambda x: x * 2 if x.view(-1)._base is x else x, "_base of a tensor is not supported"),
+    ],
+)
+def test_what_a_tensor_is_besides_is_refused(ask, words):
+    with pytest.raises(hookkit.HookError, match=words):
+        thunder.jit(ask)(matrix())
+
+
+def test_a_module_with_a_parametrisation_of_several_tensors():
+    torch.manual_seed(0)
+    assert_agrees(torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(4, 3)), matrix())
+
+
+@pytest.mark.filterwarnings("ignore::hookkit.OpaqueFallbackWarning", "ignore::hookkit.MetaWarning")
+def test_a_function_may_make_a_generator():
+    class Noise(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            generator = torch.Generator(device=x.device)
+            generator.manual_seed(3)
+            return x + torch.rand(x.shape, generator=generator)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 100 * grad
+
+    jitted = assert_agrees(Noise.apply, matrix())
+    assert torch.equal(jitted(matrix()), Noise.apply(matrix()))

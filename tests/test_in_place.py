@@ -566,3 +566,15 @@ def test_what_an_opaque_call_returns_twice_is_changed_twice():
 
     with hookkit.use(hookkit.rule(Twice, mode="opaque", register=False)):
         assert_agrees(program, matrix())
+
+
+@pytest.mark.parametrize("second", [2.0, lambda x, y: [y * 1, x * 1]], ids=["number", "list"])
+def test_a_list_of_tensors_is_changed_by_one_operation(second):
+    def program(x, y):
+        both = [x * 1, y * 1]
+        returned = torch._foreach_mul_(both, second if isinstance(second, float) else second(y, x))
+        return both[0] + 1, both[1] * x, [t * 2 for t in returned or both]
+
+    leaf = torch.linspace(-1, 1, 3).requires_grad_()
+    assert_agrees(program, leaf, torch.linspace(1, 2, 3).requires_grad_())
+    assert_agrees(program, leaf.detach(), leaf.detach() + 1)

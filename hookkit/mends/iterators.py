@@ -1,4 +1,4 @@
-"""Iterators of Python's that call what they are given: ``map``, ``filter``, ``itertools.starmap``.
+"""Iterators of Python's that call what they are given (``map``, ``filter``, ``itertools.starmap``), or are unpacked.
 
 thunder runs them outside of its interpreter, and with them whatever they call: a custom Function would run with proxies
 and lose its backward. Delete an entry when thunder's own table of lookasides has it.
@@ -11,13 +11,14 @@ from collections.abc import Callable
 from types import BuiltinFunctionType
 from typing import Any
 
-from thunder.core.interpreter import _interpret_call
+from thunder.core.interpreter import INTERPRETER_SIGNALS, _interpret_call, unwrap
 
 from hookkit import compat
 from hookkit.engine.dispatch.extensions import Extension
 from hookkit.mends.mend import Mend
+from hookkit.patch import Patch, around
 
-__all__ = ["MENDS", "iterator_lookaside"]
+__all__ = ["MENDS", "iterator_lookaside", "unpack_into_call"]
 
 
 def iterator_lookaside(function: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
@@ -52,7 +53,48 @@ def _starmap(function: Any, iterable: Any) -> Any:
 _INTERPRETED: dict[type[Any], Callable[..., Any]] = {map: _map, filter: _filter, itertools.starmap: _starmap}
 
 
+def _items(iterable: Any) -> Any:
+    return (*iterable,)
+
+
+def unpack_into_call(stock: Callable[..., Any], inst: Any, /, stack: Any, **state: Any) -> Any:
+    """A call with positional arguments from an iterable, which thunder takes for a sequence.
+
+    Args:
+        stock: thunder's handler of the instruction ``CALL_FUNCTION_EX``.
+        inst: the instruction; its argument is whether keyword arguments are on top of the stack.
+        stack: the interpreter's stack.
+        **state: the rest of the interpreter's state.
+    """
+    named = [stack.pop_wrapped()] if inst.arg & 1 else []
+    items = stack.pop_wrapped()
+    if not isinstance(unwrap(items), tuple | list):
+        items = _interpret_call(_items, items)
+        if items is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
+            return items
+    for value in (items, *named):
+        stack.append(value)
+    return stock(inst, stack=stack, **state)
+
+
 MENDS = [
+    Mend(
+        "iterators unpacked into a call",
+        "A generator whose items are the arguments of a call, as in `torch.nn.utils.parametrize`, is an error.",
+        program="""
+print(thunder.jit(lambda x: torch.add(*(y for y in (x, x))))(torch.ones(1)).tolist())
+""",
+        stock="TypeError: object of type 'generator' has no len()",
+        eager="[2.0]",
+        patches=(
+            Patch(
+                "thunder.core.interpreter:_default_opcode_handler_map[CALL_FUNCTION_EX]",
+                around(unpack_into_call),
+                "a generator that is unpacked into a call is taken for a sequence",
+                takes=("inst, stack, **kwargs",),
+            ),
+        ),
+    ),
     Mend(
         "iterators that call what they are given",
         "`map`, `filter` and `itertools.starmap` run outside of the interpreter, and what they call with them: a "
@@ -74,5 +116,5 @@ print(x.grad.tolist())
         stock="[4.0]",
         eager="[40.0]",
         extension=Extension(after_rules=iterator_lookaside),
-    )
+    ),
 ]

@@ -101,6 +101,13 @@ def _attribute(tensor: TensorProxy, name: Any, *default: Any) -> Callable[..., A
 
 
 def _unknown_attribute(tensor: TensorProxy, name: str) -> Callable[..., Any] | None:
+    if name == "_base":
+        return _raising(
+            HookError(
+                f"_base of a tensor is not supported inside a program compiled by thunder (at {user_source()}), in "
+                "which a view may be a tensor of its own. Ask outside the program, or inside a torch.autograd.Function."
+            )
+        )
     if name != "is_leaf":
         return None
     if not gradflow.requires_grad(_trace(), tensor):

@@ -28,7 +28,10 @@ from thunder.core.interpreter import (
 from thunder.core.proxies import NumberProxy, TensorProxy
 
 from hookkit.engine.dispatch.extensions import Extension
+from hookkit.engine.interpreter.attempt import raise_in_program
+from hookkit.engine.interpreter.reasons import user_source
 from hookkit.engine.opaque.opaque_calls import record_constant
+from hookkit.errors import HookError
 from hookkit.mends import tensor_identity
 from hookkit.mends.mend import Mend
 from hookkit.patch import Patch, around, around_method
@@ -38,6 +41,7 @@ __all__ = [
     "bind",
     "broadcast",
     "compare",
+    "generator",
     "inference_mode",
     "keys_count",
     "new_tuple",
@@ -105,6 +109,17 @@ def new_tuple(stock: Callable[..., Any], cls: Any, *items: Any) -> Any:
 def torch_device(tensor: Any) -> torch.device:
     """As torch names it: thunder's own devices are not torch's, where a function of torch or a dict is asked."""
     return to_torch_device(tensor.device)  # type: ignore[no-any-return]
+
+
+def generator(*_: Any, **__: Any) -> Any:
+    """Refuse ``torch.Generator(...)`` in a program."""
+    return raise_in_program(
+        HookError(
+            f"torch.Generator() at {user_source()} is not supported inside a program compiled by thunder: it would be "
+            "made once, when the program is compiled, and the next run would go on where the last one stopped. Make it "
+            "outside the compiled program, or inside a torch.autograd.Function, which then runs as one operator."
+        )
+    )
 
 
 def _is_constant(provenance: Any) -> bool:
@@ -354,6 +369,23 @@ print(thunder.jit(lambda x: Pair(x, x * 2).b * 3)(torch.ones(1)).tolist())
         extension=Extension(
             answers={tuple.__new__: partial(new_tuple, _tuple_new_provenance_tracking_lookaside)},
         ),
+    ),
+    Mend(
+        "generators of random numbers",
+        "A `torch.Generator` that a program makes is made when it is compiled, and goes on from run to run.",
+        program="""
+def f(x):
+    made = torch.Generator(device="cpu")
+    made.manual_seed(1)
+    return x * torch.rand(1, generator=made)
+
+jitted = thunder.jit(f)
+print(torch.equal(jitted(torch.ones(1)), jitted(torch.ones(1))))
+""",
+        stock="",
+        eager="True",
+        refused="HookError: torch.Generator()",
+        extension=Extension(answers={torch.Generator: generator}),
     ),
     Mend(
         "inference mode",

@@ -13,6 +13,7 @@ import hookkit
 from hookkit.rules._names import both, of_torch
 
 __all__ = [
+    "as_subclass",
     "autograd_inside",
     "detach_",
     "grad",
@@ -70,6 +71,17 @@ def register_hook(call: hookkit.Call, self: Any, hook: Any) -> NoReturn:
         f"{call} is not supported inside a program compiled by thunder: there is no autograd graph while it is traced. "
         "Register the hook outside the compiled program, on a tensor that it takes or returns; or change the gradient "
         "in the backward of a torch.autograd.Function."
+    )
+
+
+@hookkit.rule(of_torch("Tensor.as_subclass"), mode="trace", pass_call=True, priority=-100)
+def as_subclass(call: hookkit.Call, self: Any, cls: Any) -> Any:
+    """Refuses to make a tensor one of another class; of torch's own it is already."""
+    if cls is torch.Tensor:
+        return self.view_as(self)
+    raise hookkit.HookError(
+        f"{call} is not supported inside a program compiled by thunder, whose tensors are all of the class "
+        "torch.Tensor. Do it to what the compiled program takes or returns, or inside a torch.autograd.Function."
     )
 
 
