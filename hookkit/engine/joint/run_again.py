@@ -25,6 +25,7 @@ from thunder.executors.passes import transform_for_execution
 from thunder.executors.torchex import ex as pytorch
 
 from hookkit import compat
+from hookkit.engine.interpreter.closed_over import OUTSIDE
 from hookkit.engine.interpreter.side_effects import Generators, State
 from hookkit.engine.pytorch.dynamo_graphs import as_function
 from hookkit.engine.pytorch.graph_run import autocast_regions
@@ -33,6 +34,7 @@ from hookkit.engine.trace import gradflow
 from hookkit.engine.trace.aliasing import Sharing, note_sharing
 from hookkit.engine.trace.composite import Composite, called, make_symbol, symbol_name
 from hookkit.engine.trace.recomputation import draws
+from hookkit.engine.values.binding import Bound
 from hookkit.engine.values.captured import fill
 from hookkit.engine.values.wrapping import Slot, leaves, map_leaves
 
@@ -347,6 +349,13 @@ class _Builder:
             return Slot(len(proxies) - 1)
 
         args, kwargs = map_leaves(place, (origin.call.args, origin.call.kwargs))
+        if composite.outside:
+            named = Bound.of(origin.rule, origin.call).by_name
+            for name in composite.outside:
+                root, _, path = name.partition(".")
+                if path not in dict(getattr(named.get(root), "named_parameters", dict)()):
+                    raise NotAgain(f"{origin.call} uses {name}, which is none of its arguments: pass it as one")
+            kwargs = {**kwargs, OUTSIDE: {name: place(proxy) for name, proxy in composite.outside.items()}}
         if len(args) > 1 and all(isinstance(a, torch.fx.GraphModule) for a in args[:2]):
             args = (*as_function(*args[:2]), *args[2:])
         callee = origin.call.callable if origin.rule.opaque_callee else provider_callee(origin.rule, origin.call)

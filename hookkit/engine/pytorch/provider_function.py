@@ -63,13 +63,15 @@ def provider_callee(rule: Rule[..., Any], call: Call) -> Callable[..., Any]:
         @staticmethod
         def forward(ctx: Any, args: Any, kwargs: Any, structure: list[Any], *tensors: torch.Tensor) -> Any:
             besides = kwargs.pop(OUTSIDE, {})
+            by_name = Bound.of(rule, Call(forward, None, args, kwargs)).by_name
             uses: Any = contextlib.nullcontext()
             if any(ctx.needs_input_grad) and gets_gradients(rule, call):
                 named = {id(t) for t in besides.values()}
                 given = [t for t in tensors if id(t) not in named]
-                uses = Uses(rule, call, Bound.of(rule, Call(forward, None, args, kwargs)).by_name, given)
+                uses = Uses(rule, call, by_name, given)
             generators = Generators.now() if _keeps_inputs.get() else None
-            with uses:
+            # where a gradient may get a graph, that has to lead to the tensors that the call is given
+            with _standing_in(besides if generators is not None else {}, by_name), uses:
                 result = forward(*args, **kwargs)
             ctx.used = uses.names if isinstance(uses, Uses) else ()
             result, kept = output_and_residuals(rule, call, result)
@@ -81,11 +83,10 @@ def provider_callee(rule: Rule[..., Any], call: Call) -> Callable[..., Any]:
             inputs: Sequence[torch.Tensor] = ()
             if generators is not None and _are_computed(values, [*leaves((args, kwargs)), *tensors, *outputs]):
                 inputs = tensors
-                by_name = Bound.of(rule, Call(forward, None, args, kwargs)).by_name
-                ctx.again = _Again(forward, call, generators, bool(marks.dirty), not _are_own(besides, by_name))
+                ctx.again = _Again(forward, call, generators, bool(marks.dirty))
             places = {id(t): Slot(i) for i, t in enumerate(tensors)}
             args, kwargs, besides = map_leaves(lambda v: places.get(id(v), v), (args, kwargs, besides))
-            ctx.arguments = (args, kwargs)
+            ctx.arguments = (args, kwargs, besides)
             ctx.bound = attrs.evolve(Bound.of(rule, Call(forward, None, args, kwargs)), named=str(call))
             ctx.bound.outside = besides
             ctx.needs = ctx.bound.needs([Slot(i) for i, n in enumerate(ctx.needs_input_grad[3:]) if n])
@@ -147,10 +148,21 @@ def parameters(rule: Rule[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     return {OUTSIDE: found} if found else {}
 
 
-def _are_own(besides: dict[str, torch.Tensor], by_name: dict[str, Any]) -> bool:
-    """Whether tensors by name are those that a forward provider finds under the names."""
-    found = (functools.reduce(getattr, n.split(".")[1:], by_name.get(n.partition(".")[0])) for n in besides)
-    return all(own is tensor for own, tensor in zip(found, besides.values(), strict=True))
+@contextlib.contextmanager
+def _standing_in(besides: dict[str, torch.Tensor], by_name: dict[str, Any]) -> Iterator[None]:
+    """The time in which modules among the arguments have the tensors that a call is given as their parameters."""
+    changed = []
+    try:
+        for name, tensor in besides.items():
+            root, *path, last = name.split(".")
+            held = functools.reduce(getattr, path, by_name[root])._parameters
+            if held[last] is not tensor:
+                changed.append((held, last, held[last]))
+                held[last] = tensor
+        yield
+    finally:
+        for held, last, own in changed:
+            held[last] = own
 
 
 def _are_computed(residuals: dict[str, Any], known: Sequence[Any]) -> bool:
@@ -168,25 +180,24 @@ class _Again:
         call: the call.
         generators: the random generators as they were when it ran first.
         is_dirty: whether it changes an argument in place.
-        uses_others: whether it uses tensors that are no arguments, which the program has under other names now.
     """
 
     forward: Callable[..., Any]
     call: Call
     generators: Generators
     is_dirty: bool
-    uses_others: bool
 
     def residuals(self, rule: Rule[..., Any], arguments: Any, watch: _TakesOut) -> Residuals | None:
         """What the forward provider keeps; None if it cannot be run again, which the watch is told."""
-        if self.is_dirty or self.uses_others:
-            watch.why = "changes an argument in place" if self.is_dirty else "uses tensors that are no arguments"
+        if self.is_dirty:
+            watch.why = "changes an argument in place"
             return None
-        args, kwargs = arguments
+        args, kwargs, besides = arguments
+        by_name = Bound.of(rule, Call(self.forward, None, args, kwargs)).by_name
         now = Generators.now()
         self.generators.restore()
         try:
-            with torch.enable_grad():
+            with torch.enable_grad(), _standing_in(besides, by_name):
                 return output_and_residuals(rule, self.call, self.forward(*args, **kwargs))[1]
         except Exception as error:  # a function in C, say, that takes no tensor with a graph
             watch.why = f"raises {type(error).__name__} where PyTorch follows it: {error}"

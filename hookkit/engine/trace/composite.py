@@ -144,6 +144,7 @@ class Composite:
         undefined: outputs of earlier calls to whose backward this one feeds zeros, see ``feed_undefined``.
         gradient_names: the names in the joint trace of the gradients that it gives.
         origin: the call, for PyTorch to run it again.
+        outside: what the forward provider uses besides its arguments, and gives gradients to, by name.
     """
 
     name: str
@@ -167,6 +168,7 @@ class Composite:
     undefined: list[TensorProxy] = attrs.field(factory=list)
     gradient_names: list[str] = attrs.field(factory=list)
     origin: Origin | None = None
+    outside: dict[str, TensorProxy] = attrs.field(factory=dict)
 
     def residual_names(self) -> set[str]:
         """The names of the tensors that the backward reads."""

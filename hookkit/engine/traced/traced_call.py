@@ -264,6 +264,7 @@ def _with_backward(
         forward=forward_symbols,
         subject=invocation.subject,
         materializes=residuals._marks.materialize_grads,
+        outside=invocation.bound.outside,
     )
     differentiable = [o for o in outputs if isinstance(o, TensorProxy) and o.requires_grad]
     backward_symbols: list[Any] = []
