@@ -749,6 +749,43 @@ def _():
     return F.apply, (vector(), transformed)
 
 
+@case("`torch.vmap` and `torch.func.grad` inside the program", "opaque")
+def _():
+    class F(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            pass
+
+        backward = staticmethod(hundred)
+
+    def program(x: Tensor) -> Any:
+        k = x.exp()  # captured by what is transformed
+        return torch.vmap(torch.func.grad(lambda row: (F.apply(row) * k).sum()))(torch.stack([x, k]))
+
+    return program, (vector(),)
+
+
+@case("`torch.autograd.grad` inside the program", "opaque")
+def _():
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 100 * grad * ctx.saved_tensors[0] ** 2
+
+    F = function(lambda ctx, x: ctx.save_for_backward(x) or x**3, backward)
+
+    def program(x: Tensor) -> Any:
+        energy = F.apply(x).sum()
+        (slope,) = torch.autograd.grad(energy, x, create_graph=True)
+        return energy - slope.square().sum()
+
+    return program, (vector(),)
+
+
 group = "Errors"
 
 

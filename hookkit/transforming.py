@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-__all__ = ["generator_states", "generators_in", "is_made_by_transform", "made_by_transform"]
+__all__ = ["generator_states", "generators_in", "is_made_by_transform", "made_by_transform", "recorded"]
 
 
 def made_by_transform(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -23,6 +23,16 @@ def made_by_transform(function: Any, *args: Any, **kwargs: Any) -> Any:
         **kwargs: the same, by keyword.
     """
     return function(*args, **kwargs)
+
+
+def recorded(outputs: Any, inputs: Any) -> Any:
+    """The part of a program that leads from tensors to others, and what it reads besides; while one is traced only.
+
+    Args:
+        outputs: a tensor, or a sequence of tensors.
+        inputs: the same, or a dict of tensors.
+    """
+    raise NotImplementedError("recorded() has a meaning in a program that is being traced only")
 
 
 @functools.cache

@@ -12,9 +12,19 @@ import torch
 
 import hookkit
 from hookkit.rules._names import of_torch
-from hookkit.transforming import generator_states, generators_in, made_by_transform
+from hookkit.transforming import generator_states, generators_in, made_by_transform, recorded
 
-__all__ = ["direct", "linearize", "pulled_back", "pushed_forward", "transform", "transformed", "vjp"]
+__all__ = [
+    "autograd_derivative",
+    "autograd_grad",
+    "direct",
+    "linearize",
+    "pulled_back",
+    "pushed_forward",
+    "transform",
+    "transformed",
+    "vjp",
+]
 
 # What makes of a function another one.
 MAKERS = of_torch(
@@ -67,6 +77,24 @@ def value_of_linearized(function: Any, primals: Any) -> Any:
     return torch.func.linearize(function, *primals)[0]
 
 
+def derivative(function: Any, inputs: Any, operands: Any, cotangents: Any, options: Any) -> Any:
+    """Run a part of a program, and differentiate it.
+
+    Args:
+        function: what leads from the inputs to the outputs.
+        inputs: a tensor, a sequence of tensors or a dict.
+        operands: what the function reads besides.
+        cotangents: what ``torch.autograd.grad`` takes as ``grad_outputs``.
+        options: its other options.
+    """
+    by_name = inputs if isinstance(inputs, dict) else None
+    given = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs if by_name is None else by_name.values())
+    with torch.enable_grad():
+        outputs, given = function(given, operands)
+    found = torch.autograd.grad(outputs, given, cotangents, **options)
+    return found if by_name is None else dict(zip(by_name, found, strict=True))
+
+
 OPERATORS: Any = {"mode": "opaque", "captures": True, "priority": -100}
 transformed = hookkit.rule([transformed_function, made_by_transform], name="transformed", **OPERATORS)
 direct = hookkit.rule(DIRECT, **OPERATORS)
@@ -111,3 +139,29 @@ def linearize(call: hookkit.Call, func: Any, *primals: Any) -> Any:
         return push_forward(func, primals, tangents)
 
     return value_of_linearized(func, primals), jvp_fn
+
+
+autograd_derivative = hookkit.rule(derivative, name="autograd_grad", mode="opaque", priority=-100)
+
+
+@hookkit.rule(of_torch("autograd.grad"), mode="inline", priority=-100)
+def autograd_grad(
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: Any = None,
+    create_graph: bool = False,
+    only_inputs: bool = True,
+    allow_unused: Any = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
+) -> Any:
+    """Differentiate what the program has computed."""
+    function, operands = recorded(outputs, inputs)
+    options = {
+        "create_graph": create_graph,
+        "allow_unused": allow_unused,
+        "is_grads_batched": is_grads_batched,
+        "materialize_grads": materialize_grads,
+    }
+    return derivative(function, inputs, operands, grad_outputs, options)

@@ -19,6 +19,7 @@ from torch.fx.graph_module import _WrappedCall
 
 from hookkit import compat
 from hookkit.engine.dispatch import extensions, missing_operations
+from hookkit.engine.dispatch.recorded import record
 from hookkit.engine.dispatch.takeover import lookaside_for
 from hookkit.engine.dispatch.tensor_methods import attribute_lookup, fallback_of, method_lookup, torch_callee
 from hookkit.engine.interpreter import cache_guards
@@ -30,7 +31,7 @@ from hookkit.opaque_function import run_opaque
 from hookkit.patch import Patch, around, refuse_if_concerned
 from hookkit.registry import registry
 from hookkit.residuals import mark, recompute, save
-from hookkit.transforming import is_made_by_transform, made_by_transform
+from hookkit.transforming import is_made_by_transform, made_by_transform, recorded
 
 __all__ = ["PATCHES"]
 
@@ -82,6 +83,7 @@ def _lookaside(stock: Callable[..., Any]) -> Callable[..., Any]:
     native = {f: interpreter_needs_wrap(f) for f in (save, mark)}
     answers.update(native)
     answers[recompute] = recomputation.recompute
+    answers[recorded] = record
 
     def general_jit_lookaside(fn: Any, /, *args: Any, **kwargs: Any) -> Any:
         def thunders() -> Any:  # whose own parameter has a name, too, that the program may use

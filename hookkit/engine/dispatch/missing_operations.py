@@ -186,6 +186,8 @@ def assign(tensor: Any, name: Any, value: Any) -> Any:
     trace = jit_ext.get_jit_ctx().computation_trace
     if name.value == "requires_grad":
         before, after = gradflow.requires_grad(trace, tensor.value), bool(unwrap(value))
+        if after and not before:
+            gradflow.note_made_leaf(trace, tensor.value)
         if before == after or (after and tensor.value.history is None):
             return wrap_const(None)
     return raise_in_program(

@@ -9,7 +9,7 @@ run.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -38,7 +38,16 @@ from hookkit.engine.values.binding import Bound
 from hookkit.engine.values.captured import fill
 from hookkit.engine.values.wrapping import Slot, leaves, map_leaves
 
-__all__ = ["GeneratorStates", "Kept", "NotAgain", "Program", "may_draw", "record_generators"]
+__all__ = [
+    "Builder",
+    "GeneratorStates",
+    "Kept",
+    "NotAgain",
+    "Program",
+    "may_draw",
+    "may_draw_again",
+    "record_generators",
+]
 
 
 class NotAgain(Exception):
@@ -81,6 +90,11 @@ def record_generators(trace: Any) -> AnyProxy:
     return state
 
 
+def may_draw_again(bsym: Any) -> bool:
+    """Whether a call may draw random numbers when it is run again."""
+    return called(bsym) is not None
+
+
 def _may_draw(bsym: Any) -> bool:
     call = called(bsym) if gradflow.is_explicit(bsym) and bsym.sym.is_prim else None
     return (call is not None and not isinstance(call, Composite)) or draws(bsym)
@@ -107,7 +121,7 @@ class Program:
         """
         if self._built is None:
             try:
-                self._built = _Builder(self.trace).build(self.differentiable)
+                self._built = Builder(self.trace).build(self.differentiable)
             except NotAgain as error:
                 self._built = error
         if isinstance(self._built, NotAgain):
@@ -216,10 +230,17 @@ class Kept:
             yield
 
 
-class _Builder:
+class Builder:
     """Makes of a trace one that PyTorch's executor runs, and whose every operation PyTorch differentiates."""
 
-    def __init__(self, trace: Any) -> None:
+    def __init__(self, trace: Any, states: Mapping[int, Proxy] | None = None) -> None:
+        """Begin.
+
+        Args:
+            trace: the trace.
+            states: by the identity of a call in it what keeps the state that the generators had before that.
+        """
+        self._states = states or {}
         self._trace = from_trace(trace)
         self._trace.names = set(trace.names)
         self._source = trace
@@ -311,8 +332,10 @@ class _Builder:
     def _put(self, bsym: Any, name: str, function: Callable[..., Any]) -> None:
         """Call a function in the place of an operation."""
         note_sharing(self._sharing, bsym)
-        symbol = self._symbol(name, function)
         args = function.arguments if isinstance(function, _Call) else bsym.flat_proxy_args
+        if (state := self._states.get(id(bsym))) is not None:
+            function, args = _Redrawn(function), (state, *args)
+        symbol = self._symbol(name, function)
         self._append(symbol.bind(*args, output=bsym.output))
 
     def _symbol(self, name: str, function: Callable[..., Any], *, keep: bool = False) -> Any:
@@ -368,6 +391,19 @@ class _Builder:
 
 def _writes(bsym: Any) -> bool:
     return any(b.sym.id == prims.PrimIDs.COPY_ or _writes(b) for b in bsym.subsymbols)
+
+
+@attrs.frozen(eq=False)
+class _Redrawn:
+    """A call that begins with the random numbers with which it began first."""
+
+    function: Callable[..., Any]
+
+    def __call__(self, state: GeneratorStates, *values: Any) -> Any:
+        if not isinstance(state, GeneratorStates):  # nothing is drawn while the call is tried out
+            return self.function(*values)
+        with state.restored():
+            return self.function(*values)
 
 
 @attrs.define(eq=False)

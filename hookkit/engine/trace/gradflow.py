@@ -24,7 +24,9 @@ __all__ = [
     "WHERE_USED",
     "forget",
     "is_explicit",
+    "is_made_leaf",
     "is_opaque_backward",
+    "note_made_leaf",
     "requires_grad",
     "set_requires_grad",
 ]
@@ -43,6 +45,7 @@ class _Flow:
         self.flags: dict[str, bool] = {}
         self.changed: dict[str, set[str]] = {}  # for each name of a tensor that was changed in place all its names
         self.views = Sharing()  # without those that are detached
+        self.made_leaves: set[str] = set()
         self.seen: dict[int, int] = {}  # id of a scope's list -> how many of its symbols are accounted for
 
 
@@ -67,6 +70,16 @@ def requires_grad(trace: TraceCtx, value: Any) -> bool:
 def set_requires_grad(trace: TraceCtx, tensor: TensorProxy, value: bool) -> None:
     """State whether a tensor requires grad."""
     _flows.setdefault(trace, _Flow()).flags[tensor.name] = value
+
+
+def note_made_leaf(trace: TraceCtx, tensor: TensorProxy) -> None:
+    """The program has made a leaf of a tensor that it made: ``x.requires_grad_()``."""
+    _flows.setdefault(trace, _Flow()).made_leaves.add(tensor.name)
+
+
+def is_made_leaf(trace: TraceCtx, tensor: TensorProxy) -> bool:
+    """Whether the program has made a leaf of a tensor that does not require grad otherwise."""
+    return tensor.name in _flows.setdefault(trace, _Flow()).made_leaves
 
 
 def forget(trace: TraceCtx, scope: list[Any]) -> None:

@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 
-@hookkit.rule(of_torch("Tensor.requires_grad_"), mode="trace", priority=-100)
+@hookkit.rule(of_torch("Tensor.requires_grad_"), mode="inline", priority=-100)
 def requires_grad_(tensor: Any, requires_grad: bool = True) -> Any:
     """Returns the tensor, if a compiled program can see to it that it requires grad."""
     tensor.requires_grad = requires_grad
