@@ -155,6 +155,31 @@ def _():
     return lambda x: torch.cond(x.shape[0] > 2, lambda x: x.sin(), lambda x: x.cos(), (x,)), (vector(),)
 
 
+@case("cond", "`torch.cond` in a loop, with branches that use its variable")
+def _():
+    def program(x, w):
+        for k in range(3):
+            x = torch.cond(x.sum() > 0, lambda x: x * k + w, lambda x: x.cos(), (x,))  # noqa: B023
+        return x
+
+    return program, (vector(), weight())
+
+
+@case("cond", "`torch.cond` in a branch of another, in a checkpoint, under autocast")
+def _():
+    def program(x, w):
+        def inner(x):
+            return torch.cond(x.sum() > 1, lambda x: x[None] @ w[:, None], lambda x: x[None] @ x[:, None], (x,))
+
+        def outer(x):
+            return torch.cond(x.sum() > 0, inner, lambda x: x.sum()[None, None].to(torch.bfloat16), (x,)).float()
+
+        with torch.autocast("cpu", torch.bfloat16):
+            return checkpoint(outer, x, use_reentrant=False)
+
+    return program, (vector(), weight())
+
+
 @case("cond", "by hand")
 def _():
     return lambda x: ops.cond(x.sum() > 0, lambda x: (x.sin(),), lambda x: (x.cos(),), (x,)), (vector(),)
@@ -205,6 +230,17 @@ def _():
     def program(x, w):
         rows = (x.outer(w), w * x.outer(w))
         return functions.scan(step, {"sum": torch.zeros(3)}, rows, dim=1, reverse=True)
+
+    return program, (vector(3), weight())
+
+
+@case("scan", "a scan with `torch.cond` in its step")
+def _():
+    def program(x, w):
+        def step(carry, row):
+            return torch.cond(carry.sum() > 4, lambda c: c * row, lambda c: c + row * w, (carry,)), row * carry
+
+        return functions.scan(step, torch.ones(4), x.outer(w))
 
     return program, (vector(3), weight())
 

@@ -205,3 +205,54 @@ def test_what_a_call_writes_to_the_object_of_a_method_stays(grad):
     assert (model.count, model.seen[1:]) == (eager.count, eager.seen[1:])
     assert model.seen[0] is WEIGHT
     torch.testing.assert_close(model.last, eager.last)
+
+
+def loop_variable(x):
+    for k in range(3):
+        x = apply(lambda a: a * k + 1, x)  # noqa: B023
+    return x
+
+
+def list_that_grows(x):
+    made, calls = [], []
+    for _ in range(3):
+        made.append(x)
+        calls.append(len(made))
+        x = apply(lambda a: a * calls[-1] + sum(made), x)
+    return x
+
+
+def variable_bound_again(x):
+    factor = 2
+
+    def scaled(a):
+        return a * factor
+
+    def helper(a):
+        return scaled(a) + 1
+
+    y = apply(functools.partial(helper), x)
+    factor = 5
+    return apply(helper, y) + apply(scaled, x)
+
+
+@pytest.mark.parametrize(
+    "program", [loop_variable, list_that_grows, variable_bound_again], ids=lambda program: program.__name__
+)
+def test_a_function_finds_the_programs_variables_as_they_were_when_it_was_called(program):
+    assert_agrees(program, vector())
+
+
+def test_a_function_finds_what_it_closes_over_outside_of_the_program_as_it_is_when_it_runs():
+    factor, calls = 2, 0
+
+    def scaled(a):
+        nonlocal calls
+        calls += 1
+        return a * factor
+
+    jitted = thunder.jit(lambda x: apply(scaled, x))
+    torch.testing.assert_close(jitted(vector()), vector() * 2)
+    factor = 3
+    torch.testing.assert_close(jitted(vector()), vector() * 3)
+    assert calls == 2

@@ -35,15 +35,20 @@ def is_hooked(target: Any) -> bool:
     return any(is_higher_order or not rule.ships for rule in registry.named(target))
 
 
-def _patch(module: str) -> Patch:
-    return Patch(
-        f"{module}:is_node_supported_by_thunder",
-        around(is_supported),
-        "thunderfx splits graphs at calls that rules stand for, and some higher-order operators fail",
-        takes=("node, thunder_options",),
-        concerns_thunderfx=True,
-    )
+def convert_checkpointed(stock: Callable[..., Any], graph: torch.fx.GraphModule) -> None:
+    """Put thunder's operations into a checkpointed body, which it can be without where one of them is a rule's."""
+    if not any(is_hooked(node.target) for node in graph.graph.nodes if node.op == "call_function"):
+        stock(graph)
 
 
-# Where graphs are split, and where bodies are looked at.
-PATCHES = [_patch("thunder.dynamo.splitter"), _patch("thunder.dynamo.utils")]
+def _patch(target: str, replacement: Callable[..., Any], takes: str) -> Patch:
+    lost = "thunderfx splits graphs at calls that rules stand for, and some higher-order operators fail"
+    return Patch(target, around(replacement), lost, takes=(takes,), concerns_thunderfx=True)
+
+
+PATCHES = [
+    # Where graphs are split, and where the bodies of checkpoints and of Functions are looked at.
+    _patch("thunder.dynamo.splitter:is_node_supported_by_thunder", is_supported, "node, thunder_options"),
+    _patch("thunder.dynamo.utils:is_node_supported_by_thunder", is_supported, "node, thunder_options"),
+    _patch("thunder.dynamo.utils:_checkpoint_function_converter", convert_checkpointed, "gm"),
+]

@@ -30,7 +30,7 @@ from hookkit.engine.interpreter.side_effects import Generators, State, WritesUnd
 from hookkit.engine.opaque.held import Held
 from hookkit.engine.opaque.operator import Expected, OpaqueCall, same_structure
 from hookkit.engine.opaque.unseen_writes import Watched, Written, written_in_backward
-from hookkit.engine.pytorch.graph_run import EagerResult
+from hookkit.engine.pytorch.graph_run import EagerResult, autocast_regions
 from hookkit.engine.pytorch.provider_function import split_tensors
 from hookkit.engine.traced import replay
 from hookkit.engine.traced.traced_call import Invocation
@@ -344,8 +344,11 @@ def _from_meta_function(
         kwargs.pop(OUTSIDE, None)
         leading = (invocation.call.seen,) if invocation.rule.pass_call else ()
         try:
-            output = provider(*leading, *args, **kwargs)
+            with autocast_regions(operator.autocasts):
+                output = provider(*leading, *args, **kwargs)
         except Exception as error:
+            if invocation.rule.ships:  # what it calls of the program raised it
+                raise Raised(error, interpreted=False) from None
             raise MetaError(
                 f"{invocation.rule.described('meta function')} raised {type(error).__name__}: {error} for "
                 f"{invocation.call}; it must return the outputs' metadata for these arguments"

@@ -8,7 +8,7 @@ in :mod:`.probing`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from thunder.extend import ImplInfo
 from hookkit import operators
 from hookkit.engine.interpreter.attempt import Raised
 from hookkit.engine.interpreter.closed_over import OUTSIDE, gets_gradients, parameters_of
+from hookkit.engine.interpreter.kept_closures import as_it_is
 from hookkit.engine.interpreter.reasons import in_words
 from hookkit.engine.opaque.fast_path import DirectCall
 from hookkit.engine.opaque.held import HELD, Held, find_held
@@ -259,11 +260,12 @@ def _operator(invocation: Invocation) -> tuple[OpaqueCall, list[Proxy]]:
         """A value with the tensors that it leads to given to the operator, too."""
         if isinstance(value, PLAIN):
             return value
+        kept = as_it_is(value, lambda: _wrapped_leaf(invocation, value))
         if not _lifts(invocation, value):
             _refuse_hidden_proxies(invocation, value)
-            return value
+            return kept
         found = {path: place(proxy) for path, proxy in _captured(invocation, value).items()}
-        return Captured(value, found) if found else value
+        return Captured(kept, found) if found else kept
 
     def place(value: Any) -> Any:
         if isinstance(value, dtypes.dtype):
@@ -322,20 +324,21 @@ def _captured(invocation: Invocation, value: Any) -> dict[Path, Proxy]:
     found = paths(value)
     if not found:
         return {}
-    wrapped = next(w for w in _wrapped_leaves(invocation) if w.value is value)
+    wrapped = _wrapped_leaf(invocation, value)
     proxies, _ = unwrap_arguments(tuple(wrapped_at(path, wrapped) for path in found), {})
     return dict(zip(found, proxies, strict=True))
 
 
-def _wrapped_leaves(invocation: Invocation) -> Iterator[Any]:
-    """The arguments of a call, and what containers among them hold, as interpreter values."""
+def _wrapped_leaf(invocation: Invocation, value: Any) -> Any:
+    """An argument of a call, or what a container among them holds, as an interpreter value."""
     pending = [*invocation.args, *invocation.kwargs.values()]
     while pending:
         wrapped = pending.pop()
+        if wrapped.value is value:
+            return wrapped
         if is_container(wrapped.value):
             pending += [step.of_wrapped(wrapped) for step, _ in held(wrapped.value)]
-        else:
-            yield wrapped
+    raise LookupError(f"{value!r} is no argument of {invocation.call}")
 
 
 def _with_captured(

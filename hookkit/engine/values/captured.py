@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from hookkit.engine.values.wrapping import Slot, map_leaves
 from hookkit.errors import HookError
 
-__all__ = ["Captured", "Path", "fill", "held", "paths", "settled", "trying", "wrapped_at"]
+__all__ = ["Captured", "Path", "Step", "fill", "held", "paths", "settled", "trying", "with_parts", "wrapped_at"]
 
 # Packages whose functions use no tensors of a program's but those that they are given or close over.
 _FOREIGN = ("torch", "thunder", "numpy", "hookkit", "builtins", "typing", "functools", "math", "collections")
@@ -203,10 +203,10 @@ def _rebuilt(value: Any, places: dict[Path, Slot], values: Sequence[Any]) -> Any
         new = _rebuilt(present, rest, values)
         if new is not present:
             changed[step] = new
-    return _with_parts(value, changed) if changed else value
+    return with_parts(value, changed) if changed else value
 
 
-def _with_parts(value: Any, parts: dict[Step, Any]) -> Any:
+def with_parts(value: Any, parts: dict[Step, Any]) -> Any:
     """A copy of an object that holds other things."""
     by_name = {step.key: new for step, new in parts.items()}
     if isinstance(value, torch.jit.ScriptModule):
@@ -294,25 +294,30 @@ def _write_back(original: Any, copied: Any, before: Any) -> None:
 
 
 def _function_with_parts(function: types.FunctionType, parts: dict[Step, Any]) -> types.FunctionType:
-    cells = list(function.__closure__ or ())
+    cells = function.__closure__ or ()
     names = {step.key: new for step, new in parts.items() if step.kind == "global"}
+    kept = [Step("cell", i) not in parts and _content(cell) is not function for i, cell in enumerate(cells)]
     result = types.FunctionType(
         function.__code__,
         {**function.__globals__, **names} if names else function.__globals__,
         function.__name__,
         parts.get(Step("attribute", "__defaults__"), function.__defaults__),
-        tuple(types.CellType() for _ in cells),
+        tuple(cell if keep else types.CellType() for cell, keep in zip(cells, kept, strict=True)),
     )
     result.__kwdefaults__ = parts.get(Step("attribute", "__kwdefaults__"), function.__kwdefaults__)
     result.__dict__.update(function.__dict__)
     result.__qualname__, result.__module__ = function.__qualname__, function.__module__
-    for i, (old, new) in enumerate(zip(cells, result.__closure__ or (), strict=True)):
-        try:
-            content = parts.get(Step("cell", i), old.cell_contents)
-        except ValueError:
-            continue
-        new.cell_contents = result if content is function else content
+    for i, (cell, keep) in enumerate(zip(result.__closure__ or (), kept, strict=True)):
+        if not keep:
+            cell.cell_contents = parts.get(Step("cell", i), result)
     return result
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return None
 
 
 def fill(tree: Any, values: Sequence[Any]) -> Any:
