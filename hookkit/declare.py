@@ -161,7 +161,7 @@ def rule(
             fallback an error; ``"opaque"`` makes it an operator at once; ``"inline"`` has no operator: the program goes
             on in the forward provider, as if that had been called, and thunder differentiates what it does;
             ``"region"`` compiles what is traced by itself, once for all calls that do the same, see
-            :func:`hookkit.region`.
+            :func:`hookkit.region`; without a backward provider a call that cannot be a region is inline.
         priority: among the rules that match, the one with the highest priority wins.
         name: the name in traces and messages; by default the provider's.
         pass_call: whether the providers get the :class:`hookkit.Call` as their first argument.

@@ -71,8 +71,6 @@ def region(target: Region) -> Region:
             mode="region",
             priority=-50,  # a rule for the same target, with providers of its own, wins
             declared_at=place_of(callee) or Source(frame.f_code.co_filename, frame.f_lineno),
-            opaque_callee=True,
-            inlines=True,
             is_named=True,
             origin=Origin.of(frame, callee),
         )

@@ -379,6 +379,7 @@ class Registry:
 
     def named(self, callable_: Any) -> list[Rule[..., Any]]:
         """The rules that have a callable itself for a target, whether or not they would take a call of it."""
+        self.load()  # Dynamo's graphs are split before anything is traced
         try:
             return [rule for _, rule, _ in self.current().by_callable.get(callable_, ())]
         except TypeError:  # an unhashable callable is not in the table

@@ -86,7 +86,6 @@ class Rule(Generic[P, R]):
     writes: tuple[str, ...] | None = None
     captures: bool = False
     _opaque_callee: bool = False
-    _inlines: bool = False
     _is_named: bool = True
     serial: int = attrs.field(factory=lambda: next(_serials))
     _backward: Callable[..., Any] | None = None
@@ -419,8 +418,8 @@ class Rule(Generic[P, R]):
 
     @property
     def inlines(self) -> bool:
-        """Whether the program goes on in a call that cannot be a region as if there were no rule."""
-        return self._inlines
+        """Whether the program goes on in the forward provider, as for ``"inline"``, where a call cannot be a region."""
+        return self.mode == "region" and self.forward is not None and self._backward is None
 
     @property
     def backward_provider(self) -> Callable[..., Any] | None:

@@ -47,7 +47,7 @@ def batch(how: str, number: int, counts: Counter[str]) -> None:
 
 
 def main(minutes: float) -> int:
-    """Try programs for some minutes; three in four batches traced or opaque."""
+    """Try programs for some minutes; four in six batches traced or opaque."""
     warnings.simplefilter("ignore")
     end = time.monotonic() + 60 * minutes
     first, counts, failures = random.randrange(10**6), Counter[str](), 0

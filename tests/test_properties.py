@@ -32,10 +32,11 @@ REFUSED = {
 }
 
 
-WAYS = ("traced", "opaque", "traced", "opaque", "thunderfx")
+WAYS = ("traced", "opaque", "region", "traced", "opaque", "thunderfx")
 COMPILERS = {
     "traced": thunder.jit,
     "opaque": thunder.jit,
+    "region": thunder.jit,
     "thunderfx": thunder.dynamo.thunderfx,
     "dynamo": partial(torch.compile, backend="eager"),
 }
@@ -88,7 +89,8 @@ def outcome(program: Program, how: str) -> str:
     opaque = [hookkit.rule(defined[f], mode="opaque", register=False) for f in program.functions]
     torch._dynamo.reset()
     compiled = COMPILERS[how](eager)
-    with hookkit.use(*opaque) if how == "opaque" else contextlib.nullcontext():
+    scopes = {"opaque": hookkit.use(*opaque), "region": hookkit.use(mode="region")}
+    with scopes.get(how, contextlib.nullcontext()):
         for index, call in enumerate(program.calls):
             try:
                 found = observe(compiled, program, call, parameters)
@@ -125,7 +127,7 @@ def checked(program: Program, how: str) -> str:
         return "Dynamo alone differs"
 
 
-@pytest.mark.parametrize(("how", "examples"), [("traced", 20), ("opaque", 20), ("thunderfx", 4)])
+@pytest.mark.parametrize(("how", "examples"), [("traced", 20), ("opaque", 20), ("region", 8), ("thunderfx", 4)])
 def test_random_programs_agree(how, examples):
     @settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(programs())

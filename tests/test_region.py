@@ -648,3 +648,28 @@ def test_what_cannot_be_a_region_is_refused():
 def test_explain_says_what_would_be_a_region():
     explanation = hookkit.explain(stack(), vector(1, 6))
     assert [call.outcome for call in explanation.calls if call.depth == 0] == ["region"] * 3
+
+
+# ---------------------------------------------------------------------------------------------- nested_compile_region
+
+
+class Nested(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(6, 6)
+
+    def forward(self, x):
+        def body(x, weight):
+            return torch.tanh(x @ weight) + x
+
+        body = getattr(torch.compiler, "nested_compile_region", hookkit.region)(body)  # torch 2.7 has none
+        return body(body(x, self.linear.weight), self.linear.weight)
+
+
+@pytest.mark.parametrize("compiler", [thunder.jit, thunder.dynamo.thunderfx], ids=["jit", "fx"])
+def test_a_nested_compile_region_is_a_region(compiler):
+    model = Nested().double()
+    with hookkit.use(mode="auto"):
+        assert_trains(model, vector(1, 6), jitted=(jitted := compiler(model)))
+    report = hookkit.report(jitted)
+    assert shared(report) == [2]

@@ -181,15 +181,15 @@ def regions(func: Any, *args: Any, **kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
-@hookkit.rule(operators("invoke_subgraph"), mode="inline", priority=PRIORITY)
+@hookkit.rule(operators("invoke_subgraph"), mode="region", priority=PRIORITY)
 def subgraph(subgraph: Any, identifier: Any, *operands: Any) -> Any:
-    """Run the body of a nested_compile_region."""
+    """Run the body of a nested_compile_region, which is compiled once for all calls that do the same."""
     return subgraph(*operands)
 
 
-@hookkit.rule("torch._higher_order_ops.invoke_subgraph:invoke_subgraph_placeholder", mode="inline", priority=PRIORITY)
+@hookkit.rule("torch._higher_order_ops.invoke_subgraph:invoke_subgraph_placeholder", mode="region", priority=PRIORITY)
 def nested_region(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run the body of a nested_compile_region."""
+    """Run the body of a nested_compile_region, which is compiled once for all calls that do the same."""
     return func(*args, **kwargs)
 
 

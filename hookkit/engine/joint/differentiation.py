@@ -110,16 +110,19 @@ def _tag_detached(trace: Any) -> None:
 
 def _note_sources(trace: Any, joint: Any, tracked: list[Any]) -> None:
     """Note what the gradients in a joint trace are made from, for opaque calls and for the program's arguments."""
+    opaque = [b for b in joint.bound_symbols if gradflow.is_opaque_backward(b)]
+    if len(tracked) < 2 and not opaque:  # all are made from the one output
+        _notes.reach[get_compile_data()] = []
+        return
     traced = [c for c in map(called, trace.bound_symbols) if isinstance(c, Composite)]
     sources = sources_of_gradients(joint, tracked, {n: c.reach for c in traced for n in c.gradient_names})
-    opaque = [b for b in joint.bound_symbols if gradflow.is_opaque_backward(b)]
     for bsym in opaque:
         call = called(bsym)
         call.output_sources = [sources.get(a.name, frozenset()) for a in bsym.args[1:]]
         call.gradient_names = [o.name for o in bsym.output]
     gradients = joint.bound_symbols[-1].args[0]["output"]
     arguments = [sources.get(g.name) if g is not None else None for g in gradients]
-    _notes.reach[get_compile_data()] = arguments if len(tracked) > 1 or opaque else []
+    _notes.reach[get_compile_data()] = arguments
     if opaque:
 
         def operator(meta: Any, gradient: Any) -> Any:

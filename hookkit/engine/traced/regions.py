@@ -19,6 +19,7 @@ from thunder.core.proxies import Proxy, ProxyTag, TensorProxy, variableify
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag, Symbol
 from thunder.core.trace import TraceCtx, get_tracectx, tracectx
 from thunder.extend import ImplInfo
+from thunder.transforms.extraction_only_prologue_transform import ExtractionOnlyPrologueTransform
 
 from hookkit.engine.joint.differentiation import check_undefined
 from hookkit.engine.trace import gradflow
@@ -203,7 +204,7 @@ def obstacle(composite: Composite, returned: Any) -> str | None:
     """
     if is_recomputing():
         return "it is inside of a checkpoint, which computes it again"
-    if getattr(get_compile_data(), "transforms", ()):
+    if not all(isinstance(t, ExtractionOnlyPrologueTransform) for t in getattr(get_compile_data(), "transforms", ())):
         return "the program is compiled with transforms, which look at each operation"
     outputs = {o.name for o in composite.outputs}
     if any(isinstance(v, Proxy) and v.name not in outputs for v in leaves(returned)):

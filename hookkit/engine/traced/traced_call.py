@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 import thunder.torch as ltorch
+import torch
 from thunder import clang
 from thunder.core import dtypes, prims
 from thunder.core.interpreter import ProvenanceRecord, PseudoInst, unwrap, wrap, wrap_const
@@ -90,8 +91,9 @@ class Invocation:
             return self.call.function
         if self.operator_parts:
             return self.call.callable
-        if self.rule.pass_call and self.call.args and callable(self.call.args[0]):
-            return getattr(self.call.args[0], "__code__", self.call.args[0])
+        given = self.call.args[0] if self.call.args else None
+        if callable(given) and (self.rule.pass_call or (self.rule.inlines and not isinstance(given, torch.nn.Module))):
+            return getattr(given, "__code__", given)
         return self.rule
 
     @property
