@@ -81,8 +81,9 @@ def is_either(name: str, both: set[str]) -> bool:
 
 
 def description(rule: hookkit.Rule) -> str:
-    """What the docstrings of its provider, meta function, conditions and predicates say, a paragraph of each."""
-    parts = list(paragraphs(rule.forward, rule._meta))
+    """What the docstrings of its provider, conditions and predicates say, the first paragraph of each."""
+    # what a meta function says of itself is of no interest here, but what it asks of the arguments is
+    parts = [*paragraphs(rule.forward), *(text for text in paragraphs(rule._meta) if text.startswith("Only"))]
     if rule.mode == "opaque" and rule.forward is None:
         parts.insert(0, "Has PyTorch run it and compute its gradient.")
     conditions = [rule._when, *(target.predicate for target in rule.targets if isinstance(target, PredicateTarget))]

@@ -65,7 +65,7 @@ def _(pred: Any, true_fn: Any, false_fn: Any, operands: Any = ()) -> Any:
 
 @hookkit.rule([torch.cond, *operators("cond")], mode="inline", priority=PRIORITY + 1)
 def cond_of_a_number(pred: Any, true_fn: Any, false_fn: Any, operands: Any = ()) -> Any:
-    """Call the branch that is taken, where that is known while the program is traced."""
+    """Calls the branch that is taken, where that is known while the program is traced."""
     return true_fn(*operands) if pred else false_fn(*operands)
 
 
@@ -177,31 +177,31 @@ def _(
 
 @hookkit.rule(operators("wrap"), mode="inline", priority=PRIORITY)
 def regions(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run the body."""
+    """Runs the body."""
     return func(*args, **kwargs)
 
 
 @hookkit.rule(operators("invoke_subgraph"), mode="region", priority=PRIORITY)
 def subgraph(subgraph: Any, identifier: Any, *operands: Any) -> Any:
-    """Run the body of a nested_compile_region, which is compiled once for all calls that do the same."""
+    """Runs the body of a nested_compile_region, which is compiled once for all calls that do the same."""
     return subgraph(*operands)
 
 
 @hookkit.rule("torch._higher_order_ops.invoke_subgraph:invoke_subgraph_placeholder", mode="region", priority=PRIORITY)
 def nested_region(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run the body of a nested_compile_region, which is compiled once for all calls that do the same."""
+    """Runs the body of a nested_compile_region, which is compiled once for all calls that do the same."""
     return func(*args, **kwargs)
 
 
 @hookkit.rule(torch.compile, mode="inline", priority=PRIORITY)
 def compiled(model: Any = None, **options: Any) -> Any:
-    """Leave what a program would compile to thunder, which compiles the program."""
+    """Leaves what a program would compile to thunder, which compiles the program."""
     return model if model is not None else lambda decorated: decorated
 
 
 @hookkit.rule(operators("wrap_with_set_grad_enabled"), mode="inline", priority=PRIORITY)
 def set_grad_enabled_region(enable_grad: bool, wrapped_func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run the body with grad mode on or off."""
+    """Runs the body with grad mode on or off."""
     with torch.set_grad_enabled(enable_grad):
         return wrapped_func(*args, **kwargs)
 

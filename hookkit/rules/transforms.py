@@ -41,7 +41,7 @@ DIRECT = of_torch(
 
 
 def transformed_function(maker: Any, function: Any, options: Any, args: Any, kwargs: Any) -> Any:
-    """Transform a function, and call it.
+    """Transforms a function, and calls it.
 
     Args:
         maker: the transform.
@@ -78,7 +78,7 @@ def value_of_linearized(function: Any, primals: Any) -> Any:
 
 
 def derivative(function: Any, inputs: Any, operands: Any, cotangents: Any, options: Any) -> Any:
-    """Run a part of a program, and differentiate it.
+    """Runs a part of a program, and differentiates it.
 
     Args:
         function: what leads from the inputs to the outputs.
@@ -156,7 +156,7 @@ def autograd_grad(
     is_grads_batched: bool = False,
     materialize_grads: bool = False,
 ) -> Any:
-    """Differentiate what the program has computed."""
+    """Differentiates what the program has computed."""
     function, operands = recorded(outputs, inputs)
     options = {
         "create_graph": create_graph,
