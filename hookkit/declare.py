@@ -208,6 +208,8 @@ def rule(
         raise RegistrationError(f'track={track!r}; expected "tree" or "positional"')
     if isinstance(writes, str):
         raise RegistrationError(f"writes={writes!r}; expected names of parameters, as in writes=[{writes!r}]")
+    if not (name is None or (isinstance(name, str) and name)):
+        raise RegistrationError(f"name={name!r}; expected a string")
     if not isinstance(priority, int):
         raise RegistrationError(f"priority={priority!r}; expected an int")
     given = list(target) if isinstance(target, list | tuple) else [target]

@@ -28,6 +28,7 @@ from hookkit.targets import (
     CallableTarget,
     NameTarget,
     Target,
+    check_answer,
     decline,
     describe_callable,
     is_lambda,
@@ -204,6 +205,7 @@ class Rule(Generic[P, R]):
                 "its forward provider does; a backward provider needs another mode"
             )
         self._check_provider("backward", self._backward, provider)
+        self._check_kind("backward provider", provider)
         if returns_nothing(provider) and not self._ships:
             raise RegistrationError(
                 f"the backward provider of the rule {self.name} ({place_of(provider)}) returns None: is its return "
@@ -333,7 +335,9 @@ class Rule(Generic[P, R]):
         args, kwargs = call.shown(args), call.shown(kwargs)
         args = (call.seen, *args) if self.pass_call else args
         try:
-            return self._when(*args, **kwargs)
+            answer = self._when(*args, **kwargs)
+            check_answer(answer)
+            return answer
         except Exception as error:
             if not self.fits(call):
                 return decline("the arguments do not fit the signature of the target")
@@ -456,6 +460,7 @@ class Rule(Generic[P, R]):
                     self._check_fits(kind, provider)
 
     def _check_fits(self, kind: str, provider: Callable[..., Any]) -> None:
+        self._check_kind(kind, provider)
         for target in self.targets:
             wanted, given = target.signature(), signature_of(provider)
             loose = False
@@ -479,6 +484,18 @@ class Rule(Generic[P, R]):
         if not self._ships and returns_nothing(provider) and not kind.startswith("condition"):
             for target in self.targets:
                 self._check_returns(kind, provider, target)
+
+    def _check_kind(self, kind: str, provider: Any) -> None:
+        """Refuse what is called and returns none of what a provider returns."""
+        made = "a class" if isinstance(provider, type) else None
+        if inspect.isgeneratorfunction(provider) or inspect.isasyncgenfunction(provider):
+            made = "a generator"
+        elif inspect.iscoroutinefunction(provider):
+            made = "a coroutine"
+        if made is not None:
+            raise RegistrationError(
+                f"the {kind} of the rule {self.name}, {_place(provider)}, is {made}; expected a function that returns"
+            )
 
     def _check_returns(self, kind: str, provider: Callable[..., Any], target: Target) -> None:
         """Refuse a provider that returns nothing where its target, a function of Python's or of torch's, does."""

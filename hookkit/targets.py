@@ -30,6 +30,7 @@ __all__ = [
     "NameTarget",
     "PredicateTarget",
     "Target",
+    "check_answer",
     "decline",
     "make_target",
     "place_of",
@@ -68,12 +69,28 @@ def decline(reason: str) -> Decline:
     Returns:
         A value that is false in a condition.
 
+    Raises:
+        RegistrationError: if the reason is no text.
+
     Example:
         >>> import hookkit
         >>> bool(hookkit.decline("x is a scalar"))
         False
     """
+    if not isinstance(reason, str):
+        raise RegistrationError(f"hookkit.decline({reason!r}); expected the reason, a string")
     return Decline(reason)
+
+
+def check_answer(answer: Any) -> None:
+    """Refuse what a condition or predicate returned by mistake, and what would count as true.
+
+    Raises:
+        TypeError: if it is a text, a function, a generator or a coroutine.
+    """
+    mistaken: Any = str | bytes | types.GeneratorType | types.CoroutineType | types.NotImplementedType
+    if isinstance(answer, mistaken) or (callable(answer) and not isinstance(answer, int)):
+        raise TypeError(f"it returned {answer!r} ({type(answer).__name__}), which is neither true nor false")
 
 
 @attrs.frozen
@@ -210,7 +227,9 @@ class PredicateTarget:
             HookError: if the predicate raises; predicate and call are named.
         """
         try:
-            return self.predicate(call.seen)
+            answer = self.predicate(call.seen)
+            check_answer(answer)
+            return answer
         except Exception as error:
             raise HookError(
                 f"the predicate {describe_callable(self.predicate)} ({_declared(self.predicate)}) raised "
@@ -376,6 +395,10 @@ def make_target(target: Any, *, subclasses: bool = True) -> Target:
         RegistrationError: if it means none.
     """
     base = torch.autograd.Function
+    if isinstance(target, staticmethod):  # as it stands in the body of its class
+        target = target.__func__
+    if compat.is_optimized(target):  # in a compiled program the function itself is called
+        target = target._torchdynamo_orig_callable
     if isinstance(target, CallableTarget | FunctionTarget | NameTarget | PredicateTarget):
         return target
     if isinstance(target, str):

@@ -201,3 +201,63 @@ def test_what_a_backward_raises_by_itself_reaches_the_user_as_it_is_in_every_mod
 
     with pytest.raises(IndexError, match="list index out of range"):
         run(backward, mode)
+
+
+def generator(x, y):
+    yield x
+
+
+async def coroutine(x, y):
+    return x
+
+
+class Product:
+    def __init__(self, x, y):
+        pass
+
+
+@pytest.mark.parametrize("provider", [generator, coroutine, Product])
+def test_what_is_called_and_returns_nothing_of_use_is_refused_where_it_is_declared(provider):
+    rule = hookkit.rule(product, mode="opaque", register=False)(forward)
+    for declare in (hookkit.rule(product), rule.backward, rule.meta, rule.when):
+        with pytest.raises(hookkit.RegistrationError, match=r"is a (generator|coroutine|class); expected a function"):
+            declare(provider)
+    hookkit.rule(product)(forward)
+
+
+@pytest.mark.parametrize("answer", ["no", hookkit.decline, NotImplemented, b""], ids=str)
+@pytest.mark.parametrize("kind", ["condition", "predicate"])
+def test_an_answer_that_is_neither_true_nor_false_is_refused(kind, answer):
+    if kind == "condition":
+        hookkit.rule(product)(lambda x, y: x).when(lambda x, y: answer)
+    else:
+        hookkit.rule(hookkit.where(lambda call: call.callable is product and answer))(lambda x, y: x)
+    with pytest.raises(hookkit.HookError, match=r"which is neither true nor false"):
+        thunder.jit(program)(X, X)
+
+
+def test_options_of_another_kind_are_refused():
+    for name in (3, ""):
+        with pytest.raises(hookkit.RegistrationError, match="expected a string"):
+            hookkit.rule(product, name=name)
+    with pytest.raises(hookkit.RegistrationError, match="expected the reason"):
+        hookkit.decline(3)
+
+
+class Holder:
+    @staticmethod
+    def product(x):
+        return x * 2
+
+
+compiled = torch.compile(lambda x: x * 2, backend="eager")
+
+
+@pytest.mark.parametrize(
+    ("target", "call"),
+    [(Holder.__dict__["product"], lambda x: Holder.product(x)), (compiled, lambda x: compiled(x))],
+    ids=["a staticmethod of the class's body", "what torch.compile returned"],
+)
+def test_a_target_that_is_called_by_what_is_in_it_is_taken(target, call):
+    hookkit.rule(target)(lambda x: x * 1000)
+    torch.testing.assert_close(thunder.jit(lambda x: call(x))(X), X * 1000)

@@ -261,7 +261,7 @@ def test_a_second_provider_of_a_kind_is_refused_with_both_places(kind):
     ("declare", "message"),
     [
         (lambda: hookkit.rule(scale, mode="inline")(scale).backward(lambda saved, grad: grad), 'mode="inline"'),
-        (lambda: hookkit.rule(scale, mode="fast"), "expected one of auto, trace, opaque, inline"),
+        (lambda: hookkit.rule(scale, mode="fast"), "expected one of auto, trace, opaque, region, inline"),
         (lambda: hookkit.rule(scale, track="all"), 'expected "tree" or "positional"'),
         (lambda: hookkit.rule(scale, priority="high"), "priority='high'; expected an int"),
         (lambda: hookkit.rule([]), "the list of targets is empty"),
