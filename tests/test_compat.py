@@ -183,7 +183,9 @@ def test_a_real_graph_module_is_not_compiled_again():
 
 @pytest.mark.parametrize("other", [torch.nn.Linear(1, 1), torch.sin, None, 3])
 def test_what_is_not_a_graph_module_is_left_alone(other):
-    compat.realise_graph_module(other)
+    before = dict(vars(other)) if hasattr(other, "__dict__") else {}
+    assert compat.realise_graph_module(other) is None
+    assert all(vars(other)[name] is value for name, value in before.items())
 
 
 # The higher-order operator

@@ -7,7 +7,6 @@ engine is replaced by code that raises.
 import contextlib
 import random
 import sys
-import traceback
 import types
 
 import pytest
@@ -248,6 +247,8 @@ def raises(holder, name, error):
 ARMED: list[types.FunctionType] = []
 
 
+# Before it is known which rule takes a call, and after the program has been interpreted.
+OUTSIDE_OF_A_CALL = {"matching", "candidates", "unwrap_arguments", "of", "gradient_transform"}
 FAULTS = [(holder, name, E("injected")) for functions in STAGES.values() for holder, name in functions]
 FAULTS += [
     (holder, name, KeyboardInterrupt("injected")) for functions in STAGES.values() for holder, name in functions[:1]
@@ -271,9 +272,8 @@ def test_a_fault_of_the_engine_reaches_the_user_and_leaves_nothing(holder, name,
         while chain[-1].__cause__ is not None:
             chain.append(chain[-1].__cause__)
         assert error in chain
-        frames = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
-        if frames & {"trace_call", "opaque_call"} and isinstance(error, E):
-            assert any("a fault of hookkit's" in note and "Scaled()" in note for note in error.__notes__)
+        noted = any("a fault of hookkit's" in note and "Scaled()" in note for note in getattr(error, "__notes__", ()))
+        assert noted == (name not in OUTSIDE_OF_A_CALL and isinstance(error, E))
         if isinstance(error, KeyboardInterrupt):
             assert caught.value is error
         assert_agrees(program, vector())
