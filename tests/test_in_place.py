@@ -578,3 +578,27 @@ def test_a_list_of_tensors_is_changed_by_one_operation(second):
     leaf = torch.linspace(-1, 1, 3).requires_grad_()
     assert_agrees(program, leaf, torch.linspace(1, 2, 3).requires_grad_())
     assert_agrees(program, leaf.detach(), leaf.detach() + 1)
+
+
+def test_what_an_opaque_call_returns_beside_its_outputs_is_not_changed_without_their_changing():
+    class Kept(Function):
+        @staticmethod
+        def forward(ctx, x):
+            y = x * 2
+            return y, [y]
+
+        @staticmethod
+        def backward(ctx, grad, _):
+            return 100 * grad
+
+    def program(x):
+        y, (kept,) = Kept.apply(x)
+        y.add_(1)
+        return y * kept.sigmoid()
+
+    assert_agrees(program, matrix())
+    with (
+        hookkit.use(hookkit.rule(Kept, mode="opaque", register=False)),
+        pytest.raises(hookkit.HookError, match="add_ changes in place what the result of Kept shares"),
+    ):
+        thunder.jit(program)(matrix())

@@ -278,7 +278,7 @@ def probe(operator: OpaqueCall, values: list[Any], writes_undone: WritesUndone, 
     watched = Watched(values, writes_undone)
     result = operator.run(values)
     tensors, structure = split_tensors(result.output)
-    views = [i for i in _sharing(tensors, values) if i not in result.dirty_outputs]
+    views = sorted({*_sharing(tensors, values), *_sharing_memory(tensors)} - result.dirty_outputs.keys())
     if any(i in views for i in _sharing(tensors, [values[i] for i in result.changed])):
         raise HookError(
             f"{operator.description} changes an argument in place and returns it, or a view of it, without saying so, "
@@ -333,6 +333,11 @@ def _sharing(tensors: list[torch.Tensor], values: list[Any]) -> list[int]:
     """The places of outputs that share memory with a value."""
     given = [v for v in values if isinstance(v, torch.Tensor)]
     return [i for i, t in enumerate(tensors) if any(torch._C._is_alias_of(t, v) for v in given)]  # type: ignore[attr-defined]
+
+
+def _sharing_memory(tensors: list[torch.Tensor]) -> list[int]:
+    """The places of outputs that share memory with another output."""
+    return [i for i, t in enumerate(tensors) if _sharing([t], tensors[:i] + tensors[i + 1 :])]
 
 
 def _from_meta_function(

@@ -32,7 +32,7 @@ class Expected:
         changed: the indices of arguments that are changed in place.
         dirty_outputs: from the place of an output to the index of the changed argument that it is.
         gradients: the indices of arguments that need a gradient; whether they get one is known at run time only.
-        views: the places of outputs that share memory with an argument that is not changed.
+        views: the places of outputs that share memory with an argument that is not changed, or with another output.
         overwritten: the indices of arguments that the call or its backward overwrites without PyTorch's counting it.
         spoiled: the same for the gradients that the backward is given, by place among those.
         backward_raised: what its backward raised when that was looked for.

@@ -81,9 +81,8 @@ def check(trace: Any) -> None:
                 if name in views:
                     raise HookError(
                         f"{bsym.sym.name} changes in place what the result of {views[name]} shares with an argument of "
-                        "the call, which a compiled program cannot follow, and "
-                        "eager PyTorch refuses for views made in a "
-                        f"custom Function ({place(bsym)}). Clone the result first."
+                        "the call or with another result, which a compiled program cannot follow; eager PyTorch "
+                        f"refuses it for views made in a custom Function ({place(bsym)}). Clone the result first."
                     )
         note_sharing(sharing, bsym)
         call = bsym.sym.meta
