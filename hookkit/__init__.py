@@ -16,6 +16,7 @@ from hookkit import autoload
 
 if TYPE_CHECKING:
     from hookkit import testing
+    from hookkit.answers import Decline, decline
     from hookkit.autoload import disable, enable, is_enabled
     from hookkit.call import Call, Source
     from hookkit.custom_gradient import CustomFunction, custom_gradient
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from hookkit.residuals import Residuals, mark, recompute, save
     from hookkit.rule import Rule
     from hookkit.scopes import use
-    from hookkit.targets import Decline, decline, where
+    from hookkit.targets import where
 
 __version__ = "0.1.0"
 
@@ -99,6 +100,7 @@ __all__ = [
 
 # Where each public name comes from.
 _MODULES = {
+    "answers": ("Decline", "decline"),
     "autoload": ("disable", "enable", "is_enabled"),
     "call": ("Call", "Source"),
     "custom_gradient": ("CustomFunction", "custom_gradient"),
@@ -129,7 +131,7 @@ _MODULES = {
     "residuals": ("Residuals", "mark", "recompute", "save"),
     "rule": ("Rule",),
     "scopes": ("use",),
-    "targets": ("Decline", "decline", "where"),
+    "targets": ("where",),
 }
 _MODULE_OF = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names}
 

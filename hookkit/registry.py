@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from hookkit import compat, modes
+from hookkit.answers import Decline
 from hookkit.call import Call, Source
 from hookkit.errors import ConflictError, PluginWarning, RegistrationError, warn_user
 from hookkit.notebook import RuleList
 from hookkit.patch import versions
 from hookkit.targets import (
     CallableTarget,
-    Decline,
     FunctionTarget,
     NameTarget,
     PredicateTarget,

@@ -10,6 +10,7 @@ from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 import attrs
 
+from hookkit.answers import check_answer, decline
 from hookkit.call import Call, Source
 from hookkit.declared import Origin, is_same_function
 from hookkit.errors import HookError, RegistrationError
@@ -21,6 +22,7 @@ from hookkit.signatures import (
     count_misfit,
     difference,
     misfit,
+    refuse_kind,
     returns_nothing,
     torch_signature,
 )
@@ -28,8 +30,6 @@ from hookkit.targets import (
     CallableTarget,
     NameTarget,
     Target,
-    check_answer,
-    decline,
     describe_callable,
     is_lambda,
     place_of,
@@ -205,7 +205,7 @@ class Rule(Generic[P, R]):
                 "its forward provider does; a backward provider needs another mode"
             )
         self._check_provider("backward", self._backward, provider)
-        self._check_kind("backward provider", provider)
+        refuse_kind(f"the backward provider of the rule {self.name}, {_place(provider)},", provider)
         if returns_nothing(provider) and not self._ships:
             raise RegistrationError(
                 f"the backward provider of the rule {self.name} ({place_of(provider)}) returns None: is its return "
@@ -460,7 +460,7 @@ class Rule(Generic[P, R]):
                     self._check_fits(kind, provider)
 
     def _check_fits(self, kind: str, provider: Callable[..., Any]) -> None:
-        self._check_kind(kind, provider)
+        refuse_kind(f"the {kind} of the rule {self.name}, {_place(provider)},", provider)
         for target in self.targets:
             wanted, given = target.signature(), signature_of(provider)
             loose = False
@@ -484,18 +484,6 @@ class Rule(Generic[P, R]):
         if not self._ships and returns_nothing(provider) and not kind.startswith("condition"):
             for target in self.targets:
                 self._check_returns(kind, provider, target)
-
-    def _check_kind(self, kind: str, provider: Any) -> None:
-        """Refuse what is called and returns none of what a provider returns."""
-        made = "a class" if isinstance(provider, type) else None
-        if inspect.isgeneratorfunction(provider) or inspect.isasyncgenfunction(provider):
-            made = "a generator"
-        elif inspect.iscoroutinefunction(provider):
-            made = "a coroutine"
-        if made is not None:
-            raise RegistrationError(
-                f"the {kind} of the rule {self.name}, {_place(provider)}, is {made}; expected a function that returns"
-            )
 
     def _check_returns(self, kind: str, provider: Callable[..., Any], target: Target) -> None:
         """Refuse a provider that returns nothing where its target, a function of Python's or of torch's, does."""

@@ -12,9 +12,18 @@ from typing import Any
 import attrs
 from torch.overrides import get_testing_overrides
 
-from hookkit.errors import HookError
+from hookkit.errors import HookError, RegistrationError
 
-__all__ = ["POSITIONAL", "Difference", "count_misfit", "difference", "misfit", "returns_nothing", "torch_signature"]
+__all__ = [
+    "POSITIONAL",
+    "Difference",
+    "count_misfit",
+    "difference",
+    "misfit",
+    "refuse_kind",
+    "returns_nothing",
+    "torch_signature",
+]
 
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -165,6 +174,25 @@ def count_misfit(target: inspect.Signature, provider: inspect.Signature) -> str 
     if len(required) > len(wanted) and not gives_rest:
         return f"the target never gives {required[len(wanted)].name!r}"
     return None
+
+
+def refuse_kind(who: str, provider: Any) -> None:
+    """Refuse what is called and returns none of what a provider returns.
+
+    Args:
+        who: the provider in words.
+        provider: the provider.
+
+    Raises:
+        RegistrationError: if it is a generator, a coroutine or a class.
+    """
+    made = "a class" if isinstance(provider, type) else None
+    if inspect.isgeneratorfunction(provider) or inspect.isasyncgenfunction(provider):
+        made = "a generator"
+    elif inspect.iscoroutinefunction(provider):
+        made = "a coroutine"
+    if made is not None:
+        raise RegistrationError(f"{who} is {made}; expected a function that returns")
 
 
 def returns_nothing(function: Any) -> bool:

@@ -45,7 +45,7 @@ ORDER = [
     ["registry.py"],
     ["forms.py"],
     ["targets.py", "modes.py"],
-    ["standard.py"],
+    ["standard.py", "answers.py"],
     ["declared.py"],
     ["call.py"],
     ["operators.py"],
