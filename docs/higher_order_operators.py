@@ -180,6 +180,17 @@ def _():
     return program, (vector(), weight())
 
 
+@case("cond", "`torch.cond` under `torch.vmap`", fx="PyTorch")
+def _():
+    def program(x, w):
+        def row(r):
+            return torch.cond(r.sum() > 1, lambda r: r.sin(), lambda r: r.cos(), (r,))
+
+        return torch.vmap(row)(x.outer(w)) * x
+
+    return program, (vector(), weight())
+
+
 @case("cond", "by hand")
 def _():
     return lambda x: ops.cond(x.sum() > 0, lambda x: (x.sin(),), lambda x: (x.cos(),), (x,)), (vector(),)

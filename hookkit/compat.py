@@ -455,6 +455,14 @@ def without_dynamo() -> Iterator[None]:
         yield
 
 
+def is_compiled_operator(frame: FrameType) -> bool:
+    """Whether a frame is one in which Dynamo begins with what a higher-order operator, as torch.cond, has compiled."""
+    if frame.f_code.co_name != "_callback_from_stance" or frame.f_locals.get("callback") in (None, False):
+        return False
+    caller = frame.f_back and frame.f_back.f_back  # torch/_dynamo/eval_frame.py is called by the operator
+    return caller is not None and "_higher_order_ops" in caller.f_code.co_filename
+
+
 def stacks_along_dim(scan: FunctionType) -> bool:
     """Whether ``scan`` stacks rows along the dimension that it scans; before torch 2.13 always along the first."""
     inner = [code for code in scan.__code__.co_consts if isinstance(code, CodeType)]

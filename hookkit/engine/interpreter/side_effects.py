@@ -23,6 +23,8 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hookkit import compat
+
 __all__ = [
     "Generators",
     "State",
@@ -53,6 +55,7 @@ class State:
     classes: dict[int, type[Any]] = attrs.field(factory=dict)
     seen: set[int] = attrs.field(factory=set)
     codes: dict[int, types.CodeType] = attrs.field(factory=dict)
+    compiles: bool = False  # whether a higher-order operator was called that compiles what it is given
 
     @classmethod
     def reachable_from(cls, roots: Iterable[Any], depth: int = _DEPTH) -> State:
@@ -194,6 +197,7 @@ def following_natively(state: State) -> Iterator[None]:
     def look(frame: types.FrameType, event: Any, argument: Any) -> None:
         if event == "call":
             state.visit_called(frame.f_code, frame.f_globals)
+            state.compiles |= compat.is_compiled_operator(frame)
         if before is not None:
             before(frame, event, argument)
 

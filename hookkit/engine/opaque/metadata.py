@@ -97,6 +97,8 @@ def _by_trying(
                     other = probe(operator, [example(p, None, number=2) for p in slots], writes_undone)
                     if other.tensors != expected.tensors:
                         raise NotImplementedError(f"{expected.tensors} for one number, {other.tensors} for another")
+            if reachable.compiles:  # uncompiled, as here, torch.cond does not return the same inside of a transform
+                raise NotImplementedError("it calls an operator that compiles what it is given")
             _look_again(invocation, operator, slots, expected, writes_undone)
             return expected
         except Exception as error:
@@ -106,7 +108,7 @@ def _by_trying(
         if lacking:
             return _of_operation(invocation, operator, slots, without_data, writes_undone)
         try:
-            if _compiles(without_data):
+            if reachable.compiles or _compiles(without_data):
                 with not_followed(), torch.compiler.set_stance("default"):
                     first, second = _on_examples(invocation, operator, slots, writes_undone, plainly=True)
             else:
