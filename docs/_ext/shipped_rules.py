@@ -25,6 +25,7 @@ MODES = {
     "trace": "traced",
     "opaque": "run by PyTorch",
     "inline": "traced as part of the program",
+    "region": "compiled once for all calls that do the same",
 }
 
 
@@ -44,7 +45,8 @@ class ShippedRules(SphinxDirective):
     def item(self, rule: hookkit.Rule) -> nodes.Node:
         """A rule: its name, how it works, what it does and what it takes."""
         name = nodes.literal(rule.name, rule.name)
-        how = nodes.inline("", f" {MODES[rule.mode]}, priority {rule.priority}".replace("-", "\N{MINUS SIGN}"))
+        priority = str(rule.priority).replace("-", "\N{MINUS SIGN}")
+        how = nodes.inline("", f" {MODES.get(rule.mode, rule.mode)}, priority {priority}")
         how["classes"].append("how")
         term = nodes.term("", "", name, how, ids=[f"rule-{nodes.make_id(rule.name)}"])
         paragraphs = [self.paragraph(description(rule))]
