@@ -24,8 +24,11 @@ def outcome(function, arguments):
         return None, error
 
 
+_RULES = ("autograd_function", "transformed")
+
+
 def states_of(jitted):
-    return {call.outcome for call in hookkit.report(jitted).calls if call.rule == "autograd_function"}
+    return {call.outcome for call in hookkit.report(jitted).calls if call.rule in _RULES}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.point.replace("`", ""))

@@ -6,6 +6,7 @@ import pytest
 import thunder
 import torch
 from agreement import tensors_of
+from thunder.dynamo import thunderfx
 from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 
 import hookkit
@@ -295,3 +296,14 @@ def test_what_a_transform_raises_is_what_it_raises_in_eager(program):
     with pytest.raises(expected.type) as found:
         thunder.jit(program)(leaf(4, 3))
     assert str(found.value) == str(expected.value)
+
+
+def test_a_function_of_a_module_that_cannot_be_imported_is_transformed_under_thunderfx():
+    names = {"__name__": "nowhere_to_be_imported_from", "torch": torch, "Sine": Sine}
+    exec("def program(x):\n    return torch.vmap(lambda row: Sine.apply(row, 2.0).sum() * row)(x) * 2", names)
+    torch._dynamo.reset()
+    program, x = names["program"], leaf(4, 3)
+    found, expected = thunderfx(program)(x), program(x)
+    torch.testing.assert_close(found, expected)
+    (got,), (wanted,) = (torch.autograd.grad(y.square().sum(), x) for y in (found, expected))
+    torch.testing.assert_close(got, wanted)

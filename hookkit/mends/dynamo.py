@@ -236,6 +236,23 @@ def register_hook(variable: Any, stock: Callable[..., Any], *args: Any) -> Any:
     return stock(variable, *args)
 
 
+def import_source(tx: Any, stock: Callable[..., Any], module_name: str) -> Any:
+    """``InstructionTranslatorBase.import_source``; the frame is left to eager PyTorch if there is no such module.
+
+    Dynamo imports the module of a function that a transform calls, by its name; a file that was run under a name that
+    nobody can import has none.
+    """
+    try:
+        return stock(tx, module_name)
+    except ImportError as error:
+        if not _is_for_thunder():
+            raise
+        root: Any = InstructionTranslator.current_tx().output.root_tx
+        root.should_compile_partial_graph = lambda: False
+        root.current_speculation = None
+        _leave("this frame", f"it calls a function of the module {module_name!r}, which cannot be imported", error)
+
+
 def _tensors(value: Any) -> list[Any]:
     found: list[Any] = []
     VariableTracker.visit(lambda part: found.append(part) if part.is_tensor() else None, value)
@@ -280,6 +297,14 @@ print(f(torch.ones(1)).tolist())
             around_method(compile_graph),
             "a transform of torch.func in a program of thunderfx may be lost",
             takes=("self, gm, sample_args", "self, gm, sample_args, **compile_options"),
+            concerns_thunderfx=True,
+        ),
+        Patch(
+            "torch._dynamo.symbolic_convert:InstructionTranslatorBase.import_source",
+            around_method(import_source),
+            "a transform of a function in a module that cannot be imported fails",
+            takes=("self, module_name",),
+            optional=True,
             concerns_thunderfx=True,
         ),
     ),
