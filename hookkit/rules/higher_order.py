@@ -8,6 +8,7 @@ What each operator is: the modules of ``torch._higher_order_ops``.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -48,8 +49,8 @@ def operators(*names: str) -> list[Any]:
 
 
 def functions(*names: str) -> list[Any]:
-    """Those of ``torch._higher_order_ops`` that this torch has."""
-    return of_torch(*(f"_higher_order_ops.{name}" for name in names))
+    """Those of ``torch._higher_order_ops`` that this torch has; of some, older ones have but the module."""
+    return [found for found in of_torch(*(f"_higher_order_ops.{name}" for name in names)) if callable(found)]
 
 
 # ------------------------------------------------------------------------------------------------------- control flow
@@ -181,13 +182,22 @@ def regions(func: Any, *args: Any, **kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
-@hookkit.rule(operators("invoke_subgraph"), mode="region", priority=PRIORITY)
+# That of torch 2.7 takes a list of operands, and is run by PyTorch.
+SUBGRAPHS = [o for o in operators("invoke_subgraph") if "*operands" in str(inspect.signature(o))]
+
+
+@hookkit.rule(SUBGRAPHS, mode="region", priority=PRIORITY)
 def subgraph(subgraph: Any, identifier: Any, *operands: Any) -> Any:
     """Runs the body of a nested_compile_region, which is compiled once for all calls that do the same."""
     return subgraph(*operands)
 
 
-@hookkit.rule("torch._higher_order_ops.invoke_subgraph:invoke_subgraph_placeholder", mode="region", priority=PRIORITY)
+# What torch.compiler.nested_compile_region calls, of torch 2.8.
+PLACEHOLDER = "torch._higher_order_ops.invoke_subgraph:invoke_subgraph_placeholder"
+PLACEHOLDERS = [PLACEHOLDER] if hasattr(torch.compiler, "nested_compile_region") else []
+
+
+@hookkit.rule(PLACEHOLDERS, mode="region", priority=PRIORITY)
 def nested_region(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Runs the body of a nested_compile_region, which is compiled once for all calls that do the same."""
     return func(*args, **kwargs)
