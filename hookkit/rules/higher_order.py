@@ -192,12 +192,14 @@ def subgraph(subgraph: Any, identifier: Any, *operands: Any) -> Any:
     return subgraph(*operands)
 
 
-# What torch.compiler.nested_compile_region calls, of torch 2.8.
-PLACEHOLDER = "torch._higher_order_ops.invoke_subgraph:invoke_subgraph_placeholder"
-PLACEHOLDERS = [PLACEHOLDER] if hasattr(torch.compiler, "nested_compile_region") else []
+HAS_NESTED_REGIONS = hasattr(torch.compiler, "nested_compile_region")  # torch 2.8
 
 
-@hookkit.rule(PLACEHOLDERS, mode="region", priority=PRIORITY)
+@hookkit.rule(
+    *(["torch._higher_order_ops.invoke_subgraph:invoke_subgraph_placeholder"] if HAS_NESTED_REGIONS else [[]]),
+    mode="region",
+    priority=PRIORITY,
+)
 def nested_region(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Runs the body of a nested_compile_region, which is compiled once for all calls that do the same."""
     return func(*args, **kwargs)
