@@ -305,7 +305,7 @@ def nodes_need_owners() -> bool:
 
     It does with torch 2.9.1, and does not with 2.13 and 2.15. Delete this when the oldest supported torch is of those.
     """
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         node: Any = _Probe.apply(torch.ones((), requires_grad=True)).grad_fn  # type: ignore[no-untyped-call]
     try:
         return len(node.saved_tensors) != 1
@@ -319,7 +319,7 @@ def clamp_has_gradient_at_bounds() -> bool:
 
     It does up to torch 2.13, and with 2.15 it is zero there. Delete this when the oldest supported torch is of those.
     """
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         x = torch.ones((), requires_grad=True)
         return bool(torch.autograd.grad(x.clamp(max=1.0), x)[0])
 
@@ -340,7 +340,7 @@ def gradient_edge(tensor: torch.Tensor) -> GradientEdge:
     if "ownership_token" in edge._fields or not isinstance(edge.node, torch._C._FunctionBase):
         return edge
     owning = _OwningEdge(*edge)
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         owning.owner = tensor.view_as(tensor).grad_fn  # a view's node owns the node before it
     return owning
 

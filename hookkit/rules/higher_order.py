@@ -196,7 +196,7 @@ HAS_NESTED_REGIONS = hasattr(torch.compiler, "nested_compile_region")  # torch 2
 
 
 @hookkit.rule(
-    *(["torch._higher_order_ops.invoke_subgraph:invoke_subgraph_placeholder"] if HAS_NESTED_REGIONS else [[]]),
+    ["torch._higher_order_ops.invoke_subgraph:invoke_subgraph_placeholder"] if HAS_NESTED_REGIONS else [],
     mode="region",
     priority=PRIORITY,
 )
