@@ -292,13 +292,38 @@ def test_a_program_that_asks_for_a_setting_of_torch_is_compiled_again_when_it_ch
     assert thunder.cache_misses(jitted) == 2
 
 
-@pytest.mark.xfail(reason="thunder forgets what is assigned to the outermost module", strict=True)
-def test_an_attribute_of_the_module_is_set():
+class Remembers(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.total, self.calls = 0.0, 0
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        self.total = self.total + x * 2
+        return self.total * self.calls
+
+
+@pytest.mark.parametrize("within", [lambda module: module, torch.nn.Sequential], ids=["outermost", "inner"])
+def test_attributes_of_a_module_are_set(within):
+    found = []
+    for compiled in (lambda program: program, thunder.jit):
+        module = Remembers()
+        program = compiled(within(module))
+        inputs = [torch.tensor([1.0, 2.0 + i], requires_grad=True) for i in range(3)]
+        outputs = [program(x) for x in inputs]
+        sum(outputs).sum().backward()
+        found.append((module.calls, module.total, module.total.requires_grad, outputs, [x.grad for x in inputs]))
+    (calls, total, tracked, outputs, gradients), eager = found
+    assert (calls, tracked) == (eager[0], eager[2]) == (3, True)
+    for got, wanted in zip([total, *outputs, *gradients], [eager[1], *eager[3], *eager[4]], strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+def test_an_attribute_that_cannot_be_set_is_refused():
     class Remembers(torch.nn.Module):
         def forward(self, x):
-            self.last = x * 2
-            return self.last + 1
+            self.parts = [x, x * 2]
+            return x * 2
 
-    module = Remembers()
-    thunder.jit(module)(torch.ones(2))
-    assert module.last.tolist() == [2, 2]
+    with pytest.raises(hookkit.HookError, match="assigns an object of the class list to the attribute 'parts'"):
+        thunder.jit(Remembers())(torch.ones(2))
