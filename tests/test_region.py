@@ -639,6 +639,53 @@ def test_a_checkpoint_around_and_inside_of_a_module_is_traced():
     assert "computed again" in reasons(checked(lambda x: inside(x), vector()))[0]
 
 
+def test_what_a_region_hands_out_otherwise_is_as_without_it():
+    @hookkit.region
+    def noting(x, notes):
+        y = torch.tanh(x) * x
+        notes.append(y)
+        return y
+
+    def program(x):
+        notes = []
+        return noting(noting(x, notes), notes), notes[0] * 2, notes[1]
+
+    assert "Python state" in reasons(checked(program, vector()))[0]
+
+
+def test_an_attribute_that_a_module_sets_is_set():
+    @hookkit.region
+    class Noting(torch.nn.Module):
+        last = None
+
+        def forward(self, x):
+            y = torch.tanh(x)
+            self.last = y.detach()
+            return y
+
+    model = torch.nn.Sequential(Noting(), Noting())
+    jitted = thunder.jit(model)
+    x = vector()
+    result = jitted(x)
+    torch.testing.assert_close(result, x.tanh().tanh())
+    torch.testing.assert_close(model[0].last, x.tanh().detach())
+    torch.testing.assert_close(model[1].last, result.detach())
+    assert shared(hookkit.report(jitted)) == []
+
+
+def test_a_region_returns_what_its_function_does():
+    @hookkit.region
+    def packed(x):
+        y = torch.tanh(x) * x
+        return {"first": y, "nothing": None, "again": (y,)}
+
+    def program(x):
+        found = packed(x)
+        return found["first"] * 2, found["again"][0], packed(found["first"].detach())
+
+    assert shared(checked(program, vector())) == [1, 1]
+
+
 def test_what_cannot_be_a_region_is_refused():
     for target in (Block(), 3, torch.sin):
         with pytest.raises(hookkit.RegistrationError, match=r"hookkit.region\(...\)"):

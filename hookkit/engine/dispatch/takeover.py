@@ -13,19 +13,19 @@ from typing import Any
 import attrs
 import torch
 from thunder.core.compile_data import get_compile_data
-from thunder.core.interpreter import InterpreterError, _interpret_call, unwrap, wrap_const
+from thunder.core.interpreter import INTERPRETER_SIGNALS, InterpreterError, _interpret_call, unwrap, wrap_const
 from thunder.core.jit_ext import get_jit_ctx
 
 from hookkit.call import Call
 from hookkit.engine.dispatch import extensions
 from hookkit.engine.interpreter import cache_guards, call_log, guards, progress, recompilations
-from hookkit.engine.interpreter.attempt import Attempt, Raised, add_note, raise_in_program
+from hookkit.engine.interpreter.attempt import Aside, Raised, add_note, raise_in_program
 from hookkit.engine.interpreter.call_view import shows
-from hookkit.engine.interpreter.reasons import in_words, is_called_by_user, user_source
+from hookkit.engine.interpreter.reasons import is_called_by_user, user_source
 from hookkit.engine.interpreter.side_effects import Generators, State, following
 from hookkit.engine.opaque import opaque_calls
 from hookkit.engine.trace import gradflow
-from hookkit.engine.trace.composite import Composite
+from hookkit.engine.trace.composite import Composite, Origin, bind
 from hookkit.engine.trace.in_place_check import OVERWRITTEN, NoRegion, Retrace
 from hookkit.engine.traced import regions, replay
 from hookkit.engine.traced.traced_call import Invocation, bind_call, trace_call
@@ -360,37 +360,31 @@ def _region_or_inline(invocation: Invocation, record: call_log.CallRecord, key: 
     earlier = replay.find(trace, key)
     if earlier is not None:
         return _replay(invocation, record, earlier)
-    known = _no_regions.get()
-    reason = known.get(invocation.subject) or known.get(key)
-    if reason is None:
-        everything, outside = _reachable(invocation)
-        generators = Generators.now()
-        guarded, noted = guards.mark(), cache_guards.mark()
-        try:
-            with Attempt(grad_mode=invocation.grad_mode), following(everything, outside):
-                composite, returned = trace_call(invocation, outside)
-                reason = regions.obstacle(composite, returned)
-                if reason is None and everything.changed():
-                    reason = "it changes Python state of the program"
-                if reason is not None:
-                    raise UntraceableError(reason)
-        except (Raised, HookError) as error:
-            reason = in_words(error.error if isinstance(error, Raised) else error)
-            outside.restore()
-            generators.restore()
-            guards.drop_uncheckable(guarded)
-            cache_guards.drop(noted)
-            known[key] = reason
-        else:
-            cache_guards.note_traced(outside)
-            composite, returned = regions.as_region(composite, returned)
-            _note(record, composite)
-            replay.remember(trace, key, invocation, composite, returned, everything)
-            return bind_call(invocation, composite, returned)
-    record.became("traced")
-    record.no_region = reason
-    record.inside.clear()  # of an attempt to make it a region
-    return _interpret_call(invocation.rule.forward, *invocation.provider_arguments(), **invocation.kwargs)
+    reason = _no_regions.get().get(invocation.subject)
+    everything, outside = _reachable(invocation)
+    generators, unwritten = Generators.now(), replay.written()
+    call: Any = None
+    with following(everything, outside), Aside() as aside:
+        result = _interpret_call(invocation.rule.forward, *invocation.provider_arguments(), **invocation.kwargs)
+        if result is not INTERPRETER_SIGNALS.EXCEPTION_RAISED:
+            if everything.changed() or not replay.is_same(unwritten, replay.written()):
+                reason = reason or "it changes Python state of the program"
+            found = reason or aside.obstacle() or regions.recorded(invocation, aside.operations(), unwrap(result))
+            if isinstance(found, str):
+                reason = found
+            else:
+                call = found
+                aside.bound_symbols.clear()
+    if call is None:
+        record.became("traced")
+        record.no_region = reason
+        return result
+    call.origin = Origin(invocation.rule, invocation.call, unwrap(result))
+    bind(trace, get_jit_ctx().ad_hoc_executor, call)
+    _note(record, call)
+    if not generators.drawn_from():
+        replay.remember(trace, key, invocation, call, unwrap(result), everything)
+    return result
 
 
 def _why_opaque(invocation: Invocation, key: Any) -> str | None:

@@ -26,7 +26,7 @@ from thunder.core.prims import OpTags
 from hookkit.engine.trace import gradflow
 from hookkit.errors import HookError
 
-__all__ = ["Attempt", "Raised", "add_note", "is_made", "raise_in_program"]
+__all__ = ["Aside", "Attempt", "Raised", "add_note", "is_made", "raise_in_program"]
 
 
 class Raised(Exception):
@@ -118,6 +118,40 @@ class Attempt:
             for key in table.keys() - before.keys():
                 del table[key]
             table.update(before)
+
+
+class Aside:
+    """A scope in which operations are recorded aside; when it is left they stand where they would have stood.
+
+    Attributes:
+        bound_symbols: what was recorded; what is taken out of it is not put there.
+    """
+
+    def __enter__(self) -> Aside:
+        self._data = get_compile_data()
+        trace = self._trace = get_jit_ctx().computation_trace
+        self._outer, self._scopes = trace.peek_scope(), len(trace.scopes)
+        self._modes = self._modes_now()
+        self.bound_symbols: list[Any] = []
+        trace.push_scope(self.bound_symbols)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        gradflow.forget(self._trace, self.bound_symbols)
+        del self._trace.scopes[self._scopes :]
+        assert self._outer is not None
+        self._outer.extend(self.bound_symbols)
+
+    def operations(self) -> list[Any]:
+        """What was recorded, without the marks of contexts that were entered and left."""
+        return [b for b in self.bound_symbols if not _is_context_marker(b)]
+
+    def obstacle(self) -> str | None:
+        """Why the operations cannot stand for what was interpreted, or None."""
+        return None if self._modes_now() == self._modes else "it switches grad mode or autocast for what comes after it"
+
+    def _modes_now(self) -> tuple[Any, ...]:
+        return bool(self._data.is_grad_enabled), tuple(self._data.autocast_stack.stack)
 
 
 def _is_context_marker(bsym: Any) -> bool:

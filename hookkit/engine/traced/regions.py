@@ -34,13 +34,16 @@ from hookkit.engine.trace.composite import (
     swapped,
     symbol_name,
 )
+from hookkit.engine.trace.functionalize import functionalise
 from hookkit.engine.trace.in_place_check import Retrace, views_of_arguments
 from hookkit.engine.trace.recomputation import draws, is_recomputing
 from hookkit.engine.traced.compiled_region import Region, program_of, sharing_of
 from hookkit.engine.traced.structure import structure_of
-from hookkit.engine.values.wrapping import leaves, map_leaves
+from hookkit.engine.traced.traced_call import Invocation, free
+from hookkit.engine.values.wrapping import PLAIN, leaves, map_leaves, proxies_in
+from hookkit.errors import UntraceableError
 
-__all__ = ["RegionCall", "as_region", "obstacle"]
+__all__ = ["RegionCall", "as_region", "obstacle", "recorded"]
 
 
 @attrs.define(eq=False)
@@ -158,6 +161,52 @@ def as_region(composite: Composite, returned: Any) -> tuple[RegionCall, Any]:
         region = known[key] = Region(name, pattern, jit.ad_hoc_executor, executors, trace.names)
     fields = {f.name: getattr(composite, f.name) for f in attrs.fields(Composite) if f.init}
     return RegionCall(**{**fields, "name": region.name, "forward": (), "region": region}), returned
+
+
+def recorded(invocation: Invocation, bsyms: list[BoundSymbol], returned: Any) -> RegionCall | str:
+    """What was interpreted as a call of a region, which stands for the operations; or why that cannot be.
+
+    Args:
+        invocation: the call, of which thunder has the gradient.
+        bsyms: what was recorded.
+        returned: what it returned; the outputs of the region are the tensors in it.
+    """
+    if not all(isinstance(v, (Proxy, *PLAIN)) for v in leaves(returned)):
+        return "it returns an object of which the tensors are not known"
+    try:
+        operations, last = functionalise(get_jit_ctx().computation_trace, bsyms)
+    except UntraceableError as error:
+        return str(error)
+    outputs = proxies_in(returned)
+    now = [last.get(variableify(o), o) for o in outputs]
+    made = {o.name for b in operations for o in b.flat_proxy_outs}
+    if not all(o.name in made for o in now) or len({o.name for o in now}) < len(now):
+        return "it returns a tensor that it did not make, or one twice"
+    composite = Composite(
+        name=invocation.name,
+        inputs=tuple(free(operations)),
+        outputs=tuple(now),
+        forward=operations,
+        explicit=False,
+        subject=invocation.subject,
+    )
+    reason = obstacle(composite, now)
+    if reason is not None:
+        return reason
+    call, _ = as_region(composite, None)
+    later = get_jit_ctx()._proxy_swapmap  # thunder's names for tensors in variables
+    for output, stated in zip(outputs, call.outputs, strict=True):
+        _state(output, stated)
+        if (renamed := later.get(variableify(output))) is not None:
+            _state(renamed, stated)
+    return attrs.evolve(call, outputs=tuple(outputs))
+
+
+def _state(proxy: Any, stated: Proxy) -> None:
+    """Have a proxy say what another says of whether it requires grad."""
+    proxy._requires_grad = stated.requires_grad
+    tag = ProxyTag.DETACHED_AUTOGRAD_GRAPH
+    (proxy.tags.add if tag in stated.tags else proxy.tags.discard)(tag)
 
 
 def _stated(trace: Any, composite: Composite, returned: Any) -> tuple[Composite, Any]:

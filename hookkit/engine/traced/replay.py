@@ -26,7 +26,7 @@ from hookkit.engine.trace.recomputation import is_recomputing
 from hookkit.engine.traced.traced_call import Invocation
 from hookkit.engine.values.wrapping import PLAIN, is_container, leaves, map_leaves
 
-__all__ = ["constants_of", "find", "instantiate", "key_of", "remember"]
+__all__ = ["constants_of", "find", "instantiate", "is_same", "key_of", "remember", "written"]
 
 
 @attrs.define(eq=False)
@@ -113,18 +113,17 @@ def remember(
         env.update({variableify(a): p for a, p in zip(arguments, placeholders, strict=True)})
         pattern, returned = _copy(composite, returned, env)
     _known.setdefault(trace, {})[key] = Specialisation(
-        placeholders, pattern, returned, state, constants_of(invocation), _written()
+        placeholders, pattern, returned, state, constants_of(invocation), written()
     )
 
 
-def _written() -> list[dict[str, Any]]:
+def written() -> list[dict[str, Any]]:
     """The attributes, as the program sees them, of the objects of which it has set some."""
     return [dict(unwrap(attributes)) for attributes in get_jit_ctx()._additional_outputs]
 
 
-def _is_unwritten(specialisation: Specialisation) -> bool:
-    """Whether the program has set no attributes since a call was interpreted."""
-    before, now = specialisation.written, _written()
+def is_same(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> bool:
+    """Whether the program has set no attributes meanwhile."""
     return len(before) == len(now) and all(
         b.keys() == n.keys() and all(b[k] is n[k] for k in b) for b, n in zip(before, now, strict=True)
     )
@@ -140,7 +139,7 @@ def constants_of(invocation: Invocation) -> list[Any]:
 def find(trace: TraceCtx, key: tuple[Any, ...]) -> Specialisation | None:
     """An earlier call that may be replayed, or None."""
     found = _known.get(trace, {}).get(key)
-    if found is None or not _is_unwritten(found) or found.state.changed():
+    if found is None or not is_same(found.written, written()) or found.state.changed():
         return None
     return found
 

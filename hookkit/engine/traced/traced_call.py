@@ -43,7 +43,7 @@ from hookkit.residuals import Residuals
 from hookkit.returned import check_takes, output_and_residuals
 from hookkit.rule import Rule
 
-__all__ = ["Invocation", "bind_call", "trace_call"]
+__all__ = ["Invocation", "bind_call", "free", "trace_call"]
 
 
 @attrs.define(eq=False)
@@ -238,7 +238,7 @@ def _without_backward(invocation: Invocation, output: Any, forward: Attempt) -> 
     outputs = tuple({p.name: p for p in leaves(output) if isinstance(p, Proxy)}.values())
     composite = Composite(
         name=invocation.name,
-        inputs=tuple(_free(symbols)),
+        inputs=tuple(free(symbols)),
         outputs=outputs,
         forward=symbols,
         explicit=False,
@@ -256,7 +256,7 @@ def _with_backward(
     forward_symbols, last_values = functionalise(trace, forward.bound_symbols)
     forward_symbols = list(forward_symbols)
     if invocation.grad_mode and gets_gradients(invocation.rule, invocation.call):
-        invocation.bound.outside = outside(invocation, _free(forward_symbols))
+        invocation.bound.outside = outside(invocation, free(forward_symbols))
         inputs += [p for p in invocation.bound.outside.values() if gradflow.requires_grad(trace, p)]
     outputs, returned, own = _own_outputs(invocation, output, residuals, bool(inputs), forward_symbols, last_values)
     composite = Composite(
@@ -280,14 +280,14 @@ def _with_backward(
         gradients = {n: swap.get(variableify(g), g) for n, g in gradients.items()}
         composite.backward = backward_symbols
         made = {o.name: o for b in forward_symbols for o in b.flat_proxy_outs}
-        for proxy in _free(backward_symbols):
+        for proxy in free(backward_symbols):
             if proxy.name in made:
                 made[proxy.name].tags.add(RESIDUAL)
     known = {g.name for g in composite.output_gradients if g is not None}
-    free = _free([*forward_symbols, *backward_symbols], known=known)
+    unmade = free([*forward_symbols, *backward_symbols], known=known)
     # Also those that get no gradient: where none does, the outputs require grad all the same.
     tracked = inputs if composite.backward is not None else []
-    composite.inputs = tuple({p.name: p for p in (*tracked, *free)}.values())
+    composite.inputs = tuple({p.name: p for p in (*tracked, *unmade)}.values())
     composite.tracked_count = len(tracked)
     composite.input_gradients = tuple(gradients.get(p.name) for p in composite.inputs)
     composite.views = views_of_arguments(forward_symbols, outputs)
@@ -500,7 +500,7 @@ def _fit(invocation: Invocation, label: str, tensor: TensorProxy, gradient: Any)
     return gradient
 
 
-def _free(bsyms: Sequence[Any], known: set[str] = frozenset()) -> list[Proxy]:  # type: ignore[assignment]
+def free(bsyms: Sequence[Any], known: set[str] = frozenset()) -> list[Proxy]:  # type: ignore[assignment]
     """The proxies that bound symbols read and do not make, each once, in order."""
     made = set(known)
     free: dict[str, Proxy] = {}
