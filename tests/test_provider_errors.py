@@ -225,7 +225,10 @@ def test_what_is_called_and_returns_nothing_of_use_is_refused_where_it_is_declar
     hookkit.rule(product)(forward)
 
 
-@pytest.mark.parametrize("answer", ["no", hookkit.decline, NotImplemented, b""], ids=str)
+ANSWERS = {"text": "no", "decline": hookkit.decline, "NotImplemented": NotImplemented, "bytes": b""}
+
+
+@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
 @pytest.mark.parametrize("kind", ["condition", "predicate"])
 def test_an_answer_that_is_neither_true_nor_false_is_refused(kind, answer):
     if kind == "condition":
