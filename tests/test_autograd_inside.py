@@ -189,3 +189,26 @@ def test_what_has_been_changed_in_place_on_the_way_is_refused():
 
     with pytest.raises(hookkit.HookError, match=r"_inside.py:\d+ cannot be part.*changes a tensor in place"):
         thunder.jit(program)(leaf(4, 3))
+
+
+def backward_of_a_tensor(x):
+    x.square().sum().backward()
+    return x
+
+
+def backward_of_tensors(x):
+    torch.autograd.backward([x.square().sum()])
+    return x
+
+
+def dual_tensors(x):
+    with torch.autograd.forward_ad.dual_level():
+        return torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+
+
+@pytest.mark.parametrize("program", [backward_of_a_tensor, backward_of_tensors, dual_tensors])
+def test_what_needs_a_graph_while_a_program_is_traced_is_refused(program):
+    x = leaf(3)
+    with pytest.raises(hookkit.HookError, match=r"\(\) at .*test_autograd_inside.py:\d+ is not supported inside"):
+        thunder.jit(program)(x)
+    assert x.grad is None

@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 FUNCTIONS = of_torch(
-    "autograd.backward",
+    *("autograd.backward", "Tensor.backward"),
     *("autograd.forward_ad.enter_dual_level", "autograd.forward_ad.make_dual", "autograd.forward_ad.unpack_dual"),
     "autograd.forward_ad.dual_level.__enter__",
 )
