@@ -24,6 +24,7 @@ from hookkit.engine.dispatch.inspection import (
     with_depth,
 )
 from hookkit.engine.interpreter.call_log import CallRecord
+from hookkit.engine.joint.transforms import eager_runs_of
 from hookkit.errors import HookError
 from hookkit.notebook import html_table
 from hookkit.plugin import is_enabled
@@ -213,6 +214,7 @@ class Report:
     Attributes:
         steps: what the compiled function ran last; ``thunderfx`` has one step for each of its graphs.
         graphs: for each of the graphs of ``thunderfx`` which operations went to thunder and which elsewhere, and why.
+        eager_runs: how often PyTorch ran the program, uncompiled, because of which transform that was active around it.
 
     Example:
         >>> import hookkit, thunder, torch
@@ -229,6 +231,7 @@ class Report:
 
     steps: tuple[CompiledStep, ...]
     graphs: tuple[Graph, ...] = ()
+    eager_runs: dict[str, int] = attrs.Factory(dict)
 
     @property
     def calls(self) -> tuple[CompiledCall, ...]:
@@ -256,7 +259,7 @@ class Report:
         lines += [_region(region) for region in self.regions]
         lines += dict.fromkeys(f"{call.name} is opaque: {call.reason}" for call in calls if call.reason)
         lines += dict.fromkeys(f"{call.name} is no region: {call.no_region}" for call in calls if call.no_region)
-        lines += self._graph_lines()
+        lines += self._notes()
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -265,21 +268,32 @@ class Report:
         header = ("call", "rule", "where", "how", "forward", "backward", "saved", "replayed", "why")
         rows = [(call.name, *_row(call)[1:], call.reason or call.no_region) for call in self.calls]
         notes = [f"{_size(self.saved_bytes)} saved for backward in all", *map(_region, self.regions)]
-        notes += self._graph_lines()
+        notes += self._notes()
         return html_table(header, rows, notes, (call.depth for call in self.calls)) + self.to_svg()
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain Python values, ready for JSON."""
-        graphs = [attrs.asdict(graph, retain_collection_types=False) for graph in self.graphs]
+        graphs = [
+            {
+                "parts": [{"compiler": p.compiler, "operations": list(p.operations)} for p in graph.parts],
+                "reasons": list(graph.reasons),
+            }
+            for graph in self.graphs
+        ]
         return {
             "calls": [_plain(call) for call in self.calls],
             "regions": [attrs.asdict(region) for region in self.regions],
             "saved_bytes": self.saved_bytes,
             "graphs": graphs,
+            "eager_runs": dict(self.eager_runs),
         }
 
-    def _graph_lines(self) -> list[str]:
-        lines = []
+    def _notes(self) -> list[str]:
+        """What was not in thunder."""
+        lines = [
+            f"run by eager PyTorch {_count(number, 'time')}: {transform} was active around the program"
+            for transform, number in self.eager_runs.items()
+        ]
         for number, graph in enumerate(self.graphs):
             lines.append(f"graph {number} of Dynamo's: operations {graph}")
             lines += [f"  not in thunder: {reason}" for reason in graph.reasons]
@@ -306,7 +320,8 @@ def report(jitted: Any) -> Report:
         Each call that a rule took, with the rule, the user's file and line, traced or opaque and why, the number of
         operations in its forward and backward, the bytes it keeps for its backward, and how often it was replayed; of
         ``thunderfx`` also which operations of each of Dynamo's graphs went to thunder and which elsewhere, and why. Of
-        each region how many calls are its, and what compiling it cost.
+        each region how many calls are its, and what compiling it cost. How often PyTorch ran the program, uncompiled,
+        and which transform was the reason.
 
     Raises:
         HookError: if it is something else, or was not called yet.
@@ -326,7 +341,7 @@ def report(jitted: Any) -> Report:
         >>> [(call.name, call.rule, call.outcome) for call in hookkit.report(jitted).calls]
         [('Double', 'autograd_function', 'traced')]
     """
-    return Report(tuple(compiled_steps(jitted)), graphs_of(jitted))
+    return Report(tuple(compiled_steps(jitted)), graphs_of(jitted), eager_runs_of(jitted))
 
 
 def _region(region: CompiledRegion) -> str:

@@ -427,6 +427,24 @@ def test_what_a_transform_costs_is_said_once():
     torch.func.grad(compiled)(vector().detach())  # a warning would be an error
 
 
+@pytest.mark.filterwarnings("ignore::hookkit.TransformWarning")
+@pytest.mark.parametrize("jit", [thunder.jit, through_dynamo])
+def test_the_report_says_that_a_transform_had_pytorch_run_the_program(jit):
+    compiled, other = jit(lambda x: Transformed.apply(x).sum()), jit(lambda x: x.sum())
+    torch.func.grad(compiled)(vector().detach())
+    report = hookkit.report(compiled)
+    assert (report.steps, report.eager_runs) == ((), {"a transform of torch.func": 1})
+    compiled(vector())
+    other(vector())
+    with forward_ad.dual_level():
+        compiled(forward_ad.make_dual(vector().detach(), vector().detach()))
+    report = hookkit.report(compiled)
+    assert len(report.steps) == 1
+    assert report.to_dict()["eager_runs"] == {"a transform of torch.func": 1, "forward-mode AD": 1}
+    assert "run by eager PyTorch 1 time: forward-mode AD was active around the program" in str(report)
+    assert not hookkit.report(other).eager_runs
+
+
 # ------------------------------------------------------------------------------- rules that keep what they compute
 
 

@@ -18,6 +18,7 @@ from thunder.core.proxies import TensorProxy
 from hookkit.call import Source
 from hookkit.engine.dispatch.graphs import graphs_of
 from hookkit.engine.interpreter.call_log import CallRecord, MissedForm, tracings_of, want_all_candidates
+from hookkit.engine.joint.transforms import eager_runs_of
 from hookkit.engine.opaque.operator import OpaqueCall
 from hookkit.engine.trace.composite import Composite
 from hookkit.errors import HookError
@@ -161,7 +162,7 @@ class CompiledStep:
 
 
 def compiled_steps(jitted: Any) -> list[CompiledStep]:
-    """What a compiled function ran last: one step, or one for each graph of ``thunderfx``.
+    """What a compiled function ran last: one step, or one for each graph of ``thunderfx``; none if only PyTorch ran it.
 
     Raises:
         HookError: if it is no compiled function, or was not called yet.
@@ -179,7 +180,7 @@ def compiled_steps(jitted: Any) -> list[CompiledStep]:
             f"hookkit.report(...) takes what thunder.jit, thunder.compile or thunderfx returned; got {jitted!r}"
         )
     steps = [_compiled_step(s) for s in stats if s.last_traces]
-    if not steps:
+    if not steps and not eager_runs_of(jitted):
         skipped = "" if backend is None else "; if it was called, Dynamo has left all of it to Python"
         raise HookError(f"nothing is compiled yet: call the compiled function once, then hookkit.report(...){skipped}")
     return steps

@@ -6,9 +6,13 @@ forward-mode AD, tensors stand for more than their data; the program that was no
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import thunder
 import torch
 from thunder.core.module import ThunderModule
 
@@ -16,9 +20,12 @@ from hookkit import compat
 from hookkit.errors import TransformWarning, warn_user
 from hookkit.patch import Patch, around, around_method
 
-__all__ = ["PATCHES", "active"]
+__all__ = ["PATCHES", "active", "eager_runs_of"]
 
 _warned: set[str] = set()
+
+# For the statistics of a compiled program, or the backend of one of thunderfx, how often which transform was active.
+_eager_runs: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
 
 
 def active() -> str:
@@ -30,6 +37,22 @@ def active() -> str:
     return ""
 
 
+def eager_runs_of(compiled: Any) -> dict[str, int]:
+    """How often PyTorch ran a compiled program, by the transform that was active around it.
+
+    Args:
+        compiled: what ``thunder.jit`` or ``thunderfx`` returned.
+    """
+    backend = getattr(compiled, "_backend", None)
+    return dict(_eager_runs.get(thunder.compile_stats(compiled) if backend is None else backend, {}))
+
+
+def _note(program: Any) -> None:
+    """Remember that PyTorch runs a program; None if it is not known which."""
+    if program is not None:
+        _eager_runs.setdefault(program, Counter())[active()] += 1
+
+
 def leaves_to_pytorch(stock: Callable[[], bool]) -> bool:
     """Whether a compiled program that is called runs in eager PyTorch.
 
@@ -39,16 +62,31 @@ def leaves_to_pytorch(stock: Callable[[], bool]) -> bool:
     return stock() or bool(active())
 
 
-def warn(stock: Callable[[], None]) -> None:
-    """Say why a compiled program runs in eager PyTorch, once for each reason.
+def leave(stock: Callable[[], None]) -> None:
+    """``_recursive_jit_call_warning``, which a compiled program calls before it runs in eager PyTorch.
 
     Args:
         stock: what thunder says where the reason is that it traces another program.
     """
-    reason = active()
-    if not reason:
+    if not active():
         stock()
-    elif reason not in _warned:
+        return
+    _note(_calling_program())
+    _warn()
+
+
+def _calling_program() -> Any:
+    """The statistics of the compiled program that calls; None if thunder has no variable of that name any more."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_globals is not vars(thunder):
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame.f_locals.get("cs") if frame is not None else None
+
+
+def _warn() -> None:
+    """Say why a compiled program runs in eager PyTorch, once for each reason."""
+    reason = active()
+    if reason not in _warned:
         _warned.add(reason)
         warn_user(
             f"{reason} is active around a program compiled by thunder, which is compiled for plain tensors: PyTorch "
@@ -69,7 +107,8 @@ def call_graphs(compiled: Any, stock: Callable[..., Any], *args: Any, **kwargs: 
     """
     if not active() or torch.compiler.is_compiling():
         return stock(compiled, *args, **kwargs)
-    warn(lambda: None)
+    _note(compiled._backend)
+    _warn()
     with torch.compiler.set_stance("force_eager"):
         return stock(compiled, *args, **kwargs)
 
@@ -104,8 +143,8 @@ PATCHES = [
     ),
     Patch(
         "thunder:_recursive_jit_call_warning",
-        around(warn),
-        "the warning that a program runs in eager PyTorch is missing",
+        around(leave),
+        "the warning that a program runs in eager PyTorch is missing, and the reason in its report",
     ),
     Patch(
         "thunder.dynamo.compiler:ThunderFXCompiledObject.__call__",
