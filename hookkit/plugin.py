@@ -47,6 +47,7 @@ FRAMEWORK: dict[str, dict[str, Any]] = {
 MENDS: dict[str, dict[str, Any]] = {
     "hookkit.mends.threads": _ALL,
     "hookkit.mends.attributes": _ALL,
+    "hookkit.mends.written_globals": _ALL,
     "hookkit.mends.buffers": _ALL,
     "hookkit.mends.wrong_answers": _ALL,
     "hookkit.mends.data_dependence": _ALL,

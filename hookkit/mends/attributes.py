@@ -21,6 +21,7 @@ from thunder.core.proxies import Proxy
 from hookkit.engine.dispatch.extensions import Extension
 from hookkit.errors import HookError
 from hookkit.mends.mend import Mend
+from hookkit.mends.written_globals import write_after
 from hookkit.patch import Patch, around, around_method
 
 __all__ = ["MENDS", "assign", "set_attribute", "write_back"]
@@ -80,6 +81,7 @@ def write_back(stock: Callable[..., Any], context: Any, epilogue: Any) -> None:
             names = _assigned.setdefault(get_compile_data().fn, set())
             names.update(name.value for _, _, name, _ in modifications)
     stock(context, epilogue)
+    write_after(epilogue)
 
 
 def _are_attributes(provenance: Any) -> bool:
