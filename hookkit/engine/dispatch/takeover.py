@@ -21,7 +21,7 @@ from hookkit.engine.dispatch import extensions
 from hookkit.engine.interpreter import cache_guards, call_log, guards, progress, recompilations
 from hookkit.engine.interpreter.attempt import Aside, Raised, add_note, raise_in_program
 from hookkit.engine.interpreter.call_view import shows
-from hookkit.engine.interpreter.reasons import is_called_by_user, user_source
+from hookkit.engine.interpreter.reasons import is_called_by_user, of_silent_failure, user_source
 from hookkit.engine.interpreter.side_effects import Generators, State, following
 from hookkit.engine.opaque import opaque_calls
 from hookkit.engine.trace import gradflow
@@ -124,6 +124,7 @@ def trace_program(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
                 return stock(*args, **kwargs)
         except InterpreterError as error:
             if isinstance(error.__cause__, Exception) and not isinstance(error.__cause__, HookError):
+                _say_where(error)
                 raise
             # thunder makes an Exception of what ends a program: KeyboardInterrupt, SystemExit
             raise error.__cause__ or error  # noqa: B904
@@ -142,9 +143,18 @@ def trace_program(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
                 raise HookError(f"{_in_words(subject)}: {reason}") from None
             untraceable[subject] = reason
             RECOMPILES.info("the program is traced again: %s has to be opaque: %s", _in_words(subject), reason)
+        except Exception as error:
+            _say_where(error)
+            raise
         finally:
             _untraceable.reset(token)
             _no_regions.reset(other)
+
+
+def _say_where(error: Exception) -> None:
+    """Note what an exception without a text does not say."""
+    if (note := of_silent_failure(error)) is not None:
+        add_note(error, note)
 
 
 def _forget_autocast(noted: Any) -> None:

@@ -13,12 +13,12 @@ from typing import Any
 
 import thunder
 import torch
-from thunder.core.interpreter import get_interpreterruntimectx, unwrap
+from thunder.core.interpreter import InterpreterError, get_interpreterruntimectx, unwrap
 
 from hookkit.call import Source
 from hookkit.errors import HookError
 
-__all__ = ["in_words", "is_called_by_user", "is_users", "user_source"]
+__all__ = ["in_words", "is_called_by_user", "is_users", "of_silent_failure", "user_source"]
 
 _OWN = tuple(os.path.dirname(os.path.abspath(str(path))) + os.sep for path in (torch.__file__, thunder.__file__))
 _HOOKKIT = str(Path(__file__).resolve().parents[2]) + os.sep
@@ -65,6 +65,28 @@ def in_words(error: BaseException) -> str:
         line = f"{type(error).__name__}: {line}"
     frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
     return f"{line} at {Source(frames[-1].filename, frames[-1].lineno or 0)}" if frames else line
+
+
+def of_silent_failure(error: BaseException) -> str | None:
+    """What an exception of thunder's without a text does not say: the line that raised it, and the program's.
+
+    Args:
+        error: what ended the tracing of a program. None is said of one with a text, or that the user's own line raised.
+    """
+    found = error.__cause__ if isinstance(error, InterpreterError) and error.__cause__ is not None else error
+    frames = traceback.extract_tb(found.__traceback__)
+    if str(found).strip() or not frames or is_users(frames[-1].filename):
+        return None
+    last = frames[-1]
+    users = [f for f in frames if is_users(f.filename)]
+    place = Source(users[-1].filename, users[-1].lineno or 0) if users else _line_around()
+    return (
+        f"thunder ended the tracing of the program with {type(found).__name__}, without a text, in {last.name}() at "
+        f"{Source(last.filename, last.lineno or 0)}: {last.line}\n"
+        f"{'The program was at' if users else 'The program is called at'} {place}. What it does there is not supported "
+        "by thunder: do it outside of the compiled program, or in a function that runs as one operator, "
+        "hookkit.opaque(function), or compile the program by thunder.dynamo.thunderfx."
+    )
 
 
 def user_source() -> Source | None:
