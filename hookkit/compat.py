@@ -11,6 +11,7 @@ import functools
 import gc
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import BuiltinMethodType, CodeType, FrameType, FunctionType, MethodType, ModuleType
@@ -449,10 +450,35 @@ def without_dynamo() -> Iterator[None]:
     Dynamo compiles nothing under modes, and remembers that of the code, which would not be compiled afterwards either.
     """
     if torch._C._dynamo.eval_frame.get_eval_frame_callback() in (None, False):
-        with torch.compiler.set_stance("force_eager"):
+        with _uncompiled:
             yield
     else:  # inside of what Dynamo runs no other stance can be taken
         yield
+
+
+class _Uncompiled:
+    """Dynamo's stance, which is that of the process: the first thread to come takes another, the last restores it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._stance: Any = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._stance = torch.compiler.set_stance("force_eager")
+                self._stance.__enter__()
+            self._inside += 1
+
+    def __exit__(self, *raised: Any) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self._stance.__exit__(*raised)
+
+
+_uncompiled = _Uncompiled()
 
 
 def is_compiled_operator(frame: FrameType) -> bool:

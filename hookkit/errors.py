@@ -133,11 +133,11 @@ class MetaError(HookError):
 
     Example:
         >>> import hookkit, thunder, torch
-        >>> def positive(x):
-        ...     return x[x > 0]
-        >>> rule = hookkit.rule(positive, mode="opaque", register=False)
+        >>> def large(x):
+        ...     return x[x > 0.5]
+        >>> rule = hookkit.rule(large, mode="opaque", register=False)
         >>> with hookkit.use(rule):
-        ...     thunder.jit(lambda x: positive(x))(torch.tensor([1.0, -1.0]))
+        ...     thunder.jit(lambda x: large(x))(torch.linspace(0.0, 1.0, 64))
         Traceback (most recent call last):
             ...
         hookkit.errors.MetaError: ...

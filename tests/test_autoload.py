@@ -34,7 +34,7 @@ import thunder
 thunder.jit
 state = []
 
-def enable():
+def enable(mends=None):
     state[:] = ["on"]
 
 def disable():

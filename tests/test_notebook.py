@@ -34,7 +34,7 @@ def rows(table):
 def test_the_list_of_rules_is_a_table_with_the_programs_own_rules_first():
     rule = hookkit.rule(double, mode="opaque", name="doubled")
     table = hookkit.rules()._repr_html_()
-    assert [cell.text for cell in rows(table)[1]][:2] == ["doubled", "test_notebook.double"]
+    assert ["doubled", "test_notebook.double"] in [[cell.text for cell in row][:2] for row in rows(table)]
     assert table.index("doubled") < table.index("<details>") < table.index("autograd_function")
     rule.unregister()
     assert "<details open>" in hookkit.rules("autograd*")._repr_html_()

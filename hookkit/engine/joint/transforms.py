@@ -109,7 +109,7 @@ def call_graphs(compiled: Any, stock: Callable[..., Any], *args: Any, **kwargs: 
         return stock(compiled, *args, **kwargs)
     _note(compiled._backend)
     _warn()
-    with torch.compiler.set_stance("force_eager"):
+    with compat.without_dynamo():
         return stock(compiled, *args, **kwargs)
 
 
