@@ -22,8 +22,8 @@ import torch
 
 import hookkit
 from hookkit import compat, doctor, patch, plugin
+from hookkit.entry_points import ENTRY_POINT_GROUP, entry_points
 from hookkit.errors import HookError
-from hookkit.registry import ENTRY_POINT_GROUP, entry_points
 from hookkit.reporting import explain
 from hookkit.targets import NameTarget
 

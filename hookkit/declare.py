@@ -12,8 +12,8 @@ from hookkit.declared import Origin
 from hookkit.errors import RegistrationError, RegistrationWarning, warn_at
 from hookkit.modes import RuleMode, check_mode
 from hookkit.registry import SHIPPED, registry
-from hookkit.rule import Rule, Track, default_name
-from hookkit.targets import is_lambda, make_target, place_of
+from hookkit.rule import Rule, Track
+from hookkit.targets import default_name, is_lambda, make_target, place_of
 
 __all__ = ["Declaration", "rule"]
 

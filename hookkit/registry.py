@@ -12,10 +12,8 @@ import importlib
 import importlib.metadata
 import itertools
 import os
-import re
 import sys
 import threading
-import types
 import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -23,9 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from hookkit import compat, modes
+from hookkit import modes
 from hookkit.answers import Decline
 from hookkit.call import Call, Source
+from hookkit.entry_points import ENTRY_POINT_GROUP, entry_points
 from hookkit.errors import ConflictError, PluginWarning, RegistrationError, warn_user
 from hookkit.notebook import RuleList
 from hookkit.patch import versions
@@ -34,6 +33,7 @@ from hookkit.targets import (
     FunctionTarget,
     NameTarget,
     PredicateTarget,
+    is_asked_about,
     is_lambda,
     make_target,
     place_of,
@@ -43,9 +43,8 @@ if TYPE_CHECKING:
     from hookkit.declare import Declaration
     from hookkit.rule import Rule
 
-__all__ = ["SHIPPED", "Candidate", "Registry", "entry_points", "registry", "rules"]
+__all__ = ["SHIPPED", "Candidate", "Registry", "registry", "rules"]
 
-ENTRY_POINT_GROUP = "hookkit.rules"
 # The packages of the rules that ship.
 SHIPPED = ("hookkit.rules", "hookkit.mends.rules")
 
@@ -432,26 +431,6 @@ def _ask(call: Call, entries: list[Entry]) -> Iterator[Candidate]:
             yield Candidate(rule, answer.reason if isinstance(answer, Decline) else f"its .when returned {answer!r}")
 
 
-# The plumbing of interpreting a program, about which no predicate is asked: Python's own operations on its own objects
-# and what thunder, its interpreter and torch.nn.Module do between two calls that the program makes.
-_PLUMBING = frozenset({"builtins", "thunder", "hookkit", "functools", "operator", "_operator", "types", "typing"})
-
-
-def is_asked_about(callable_: Any) -> bool:
-    """Whether predicates are asked about calls of a callable."""
-    if isinstance(callable_, types.MethodWrapperType):  # torch.Tensor.mT.__get__, and other attributes
-        callable_ = callable_.__self__
-    if isinstance(callable_, types.WrapperDescriptorType | types.MethodDescriptorType | types.GetSetDescriptorType):
-        callable_ = callable_.__objclass__
-    module = getattr(callable_, "__module__", None)
-    if compat.function_owner(callable_) is not None:
-        return True
-    if not isinstance(module, str):
-        # torch._VF.unique_dim, and other functions of torch without a public name
-        return getattr(callable_, "__qualname__", "").startswith("_VariableFunctionsClass.")
-    return module.partition(".")[0] not in _PLUMBING and module != "torch.nn.modules.module"
-
-
 def _claims_of(rule: Rule[..., Any]) -> list[tuple[object, int]]:
     """What no other rule may claim: each target at the rule's priority."""
     return [(target.key, rule.priority) for target in rule.targets]
@@ -466,24 +445,6 @@ def _conflict(first: Rule[..., Any], second: Rule[..., Any]) -> ConflictError:
         f"  {second.name}, declared at {second.declared_at}\n"
         "Give one of them another priority=, or unregister() one."
     )
-
-
-def entry_points() -> list[tuple[importlib.metadata.EntryPoint, bool]]:
-    """The entry points ``hookkit.rules`` of installed packages, and whether ``HOOKKIT_DISABLE_PLUGINS`` names each.
-
-    The variable holds names, separated by commas, of entry points or of distributions.
-    """
-    named = {_normalised(n) for n in os.environ.get("HOOKKIT_DISABLE_PLUGINS", "").split(",") if n.strip()}
-    found = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
-    return [
-        (point, bool({_normalised(point.name), _normalised(point.dist.name if point.dist else "")} & named))
-        for point in found
-    ]
-
-
-def _normalised(name: str) -> str:
-    """A distribution's name as packaging tools compare it."""
-    return re.sub(r"[-_.]+", "-", name.strip()).lower()
 
 
 registry = Registry()

@@ -30,13 +30,14 @@ from hookkit.targets import (
     CallableTarget,
     NameTarget,
     Target,
+    declaration_of,
+    default_name,
     describe_callable,
-    is_lambda,
     place_of,
     signature_of,
 )
 
-__all__ = ["Rule", "Track", "default_name"]
+__all__ = ["Rule", "Track"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -205,7 +206,7 @@ class Rule(Generic[P, R]):
                 "its forward provider does; a backward provider needs another mode"
             )
         self._check_provider("backward", self._backward, provider)
-        refuse_kind(f"the backward provider of the rule {self.name}, {_place(provider)},", provider)
+        refuse_kind(f"the backward provider of the rule {self.name}, {declaration_of(provider)},", provider)
         if returns_nothing(provider) and not self._ships:
             raise RegistrationError(
                 f"the backward provider of the rule {self.name} ({place_of(provider)}) returns None: is its return "
@@ -215,18 +216,19 @@ class Rule(Generic[P, R]):
         if signature is not None:
             positional = [p for p in signature.parameters.values() if p.kind in POSITIONAL]
             variadic = any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values())
+            shown = f"{getattr(provider, '__name__', provider)}{signature}, {declaration_of(provider)}"
             least = 2 + self.pass_call
             required = [
                 p.name for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY and p.default is p.empty
             ]
             if required:
                 raise RegistrationError(
-                    f"the backward provider of the rule {self.name} is declared as {_show(provider)}; nothing gives "
+                    f"the backward provider of the rule {self.name} is declared as {shown}; nothing gives "
                     f"it {required[0]!r}: what it needs is kept by hookkit.save({required[0]}=...)"
                 )
             if len(positional) < least and not variadic:
                 raise RegistrationError(
-                    f"the backward provider of the rule {self.name} is declared as {_show(provider)}; it takes "
+                    f"the backward provider of the rule {self.name} is declared as {shown}; it takes "
                     f"{'the call, ' if self.pass_call else ''}the residuals and the gradient of each output, "
                     f"say {'(call, saved, grad)' if self.pass_call else '(saved, grad)'}"
                 )
@@ -342,8 +344,9 @@ class Rule(Generic[P, R]):
             if not self.fits(call):
                 return decline("the arguments do not fit the signature of the target")
             raise HookError(
-                f"the condition (.when) of the rule {self.name}, {_place(self._when)}, raised {type(error).__name__}: "
-                f"{error} when it was asked about {call}; it returns true, false or hookkit.decline(reason)"
+                f"the condition (.when) of the rule {self.name}, {declaration_of(self._when)}, raised "
+                f"{type(error).__name__}: {error} when it was asked about {call}; it returns true, false "
+                "or hookkit.decline(reason)"
             ) from error
 
     def _note_difference(
@@ -441,7 +444,7 @@ class Rule(Generic[P, R]):
         if present is not None:
             raise RegistrationError(
                 f"the rule {self.name} has a {kind} provider already:\n"
-                f"  {_place(present)}\n  {_place(provider)}\nRemove one of them."
+                f"  {declaration_of(present)}\n  {declaration_of(provider)}\nRemove one of them."
             )
 
     def check_names(self) -> None:
@@ -460,7 +463,7 @@ class Rule(Generic[P, R]):
                     self._check_fits(kind, provider)
 
     def _check_fits(self, kind: str, provider: Callable[..., Any]) -> None:
-        refuse_kind(f"the {kind} of the rule {self.name}, {_place(provider)},", provider)
+        refuse_kind(f"the {kind} of the rule {self.name}, {declaration_of(provider)},", provider)
         for target in self.targets:
             wanted, given = target.signature(), signature_of(provider)
             loose = False
@@ -479,7 +482,7 @@ class Rule(Generic[P, R]):
                 raise RegistrationError(
                     f"the {kind} of the rule {self.name} cannot take the arguments of its target: {obstacle}\n"
                     f"  target    {target}{wanted}\n"
-                    f"  provider  {describe_callable(provider)}{given}, {_place(provider)}"
+                    f"  provider  {describe_callable(provider)}{given}, {declaration_of(provider)}"
                 )
         if not self._ships and returns_nothing(provider) and not kind.startswith("condition"):
             for target in self.targets:
@@ -495,18 +498,3 @@ class Rule(Generic[P, R]):
                 f"the {kind} of the rule {self.name} ({place_of(provider)}) returns None, and its target {target} "
                 "does not: is its return statement missing?"
             )
-
-
-def default_name(provider: Callable[..., Any] | None, targets: tuple[Target, ...]) -> str:
-    """The forward provider's name, or the target's where that says nothing."""
-    name = getattr(provider, "__name__", "_")
-    return targets[0].name if targets and (name == "_" or is_lambda(provider)) else str(name)
-
-
-def _place(function: Any) -> str:
-    place = place_of(function)
-    return f"declared at {place}" if place else repr(function)
-
-
-def _show(function: Callable[..., Any]) -> str:
-    return f"{getattr(function, '__name__', repr(function))}{signature_of(function)}, {_place(function)}"

@@ -30,6 +30,9 @@ __all__ = [
     "NameTarget",
     "PredicateTarget",
     "Target",
+    "declaration_of",
+    "default_name",
+    "is_asked_about",
     "make_target",
     "place_of",
     "signature_of",
@@ -176,9 +179,10 @@ class PredicateTarget:
             return answer
         except Exception as error:
             raise HookError(
-                f"the predicate {describe_callable(self.predicate)} ({_declared(self.predicate)}) raised "
-                f"{type(error).__name__}: {error} when it was asked about {call}; a predicate is asked about every "
-                "call of the program and returns true, false or hookkit.decline(reason)"
+                f"the predicate {describe_callable(self.predicate)} "
+                f"({declaration_of(self.predicate, 'a builtin')}) raised {type(error).__name__}: {error} when it was "
+                f"asked about {call}; a predicate is asked about every call of the program and returns true, false or "
+                "hookkit.decline(reason)"
             ) from error
 
 
@@ -322,8 +326,8 @@ def where(predicate: Callable[[Call], object]) -> PredicateTarget:
             signature.bind(None)
         except TypeError:
             raise RegistrationError(
-                f"the predicate {describe_callable(predicate)}{signature} ({_declared(predicate)}) cannot be called "
-                "with one argument, the call"
+                f"the predicate {describe_callable(predicate)}{signature} "
+                f"({declaration_of(predicate, 'a builtin')}) cannot be called with one argument, the call"
             ) from None
     return PredicateTarget(predicate)
 
@@ -439,9 +443,10 @@ def _short_name(function: Any) -> str:
     return name.partition(".")[0] if isinstance(name, str) and name else type(function).__name__
 
 
-def _declared(function: Any) -> str:
+def declaration_of(function: Any, unknown: str = "") -> str:
+    """Where a function is declared, in words; of what has no code of Python's ``unknown``, or its repr."""
     place = place_of(function)
-    return f"declared at {place}" if place else "a builtin"
+    return f"declared at {place}" if place else unknown or repr(function)
 
 
 def _schema_signature(schema: Any) -> inspect.Signature:
@@ -459,3 +464,29 @@ def _schema_signature(schema: Any) -> inspect.Signature:
         return inspect.Signature(parameters)
     except ValueError:  # a default before an argument without one, which Python does not have
         return inspect.Signature([p.replace(default=kinds.empty) for p in parameters])
+
+
+def default_name(provider: Callable[..., Any] | None, targets: tuple[Target, ...]) -> str:
+    """The forward provider's name, or the target's where that says nothing."""
+    name = getattr(provider, "__name__", "_")
+    return targets[0].name if targets and (name == "_" or is_lambda(provider)) else str(name)
+
+
+# The plumbing of interpreting a program, about which no predicate is asked: Python's own operations on its own objects
+# and what thunder, its interpreter and torch.nn.Module do between two calls that the program makes.
+_PLUMBING = frozenset({"builtins", "thunder", "hookkit", "functools", "operator", "_operator", "types", "typing"})
+
+
+def is_asked_about(callable_: Any) -> bool:
+    """Whether predicates are asked about calls of a callable."""
+    if isinstance(callable_, types.MethodWrapperType):  # torch.Tensor.mT.__get__, and other attributes
+        callable_ = callable_.__self__
+    if isinstance(callable_, types.WrapperDescriptorType | types.MethodDescriptorType | types.GetSetDescriptorType):
+        callable_ = callable_.__objclass__
+    module = getattr(callable_, "__module__", None)
+    if compat.function_owner(callable_) is not None:
+        return True
+    if not isinstance(module, str):
+        # torch._VF.unique_dim, and other functions of torch without a public name
+        return getattr(callable_, "__qualname__", "").startswith("_VariableFunctionsClass.")
+    return module.partition(".")[0] not in _PLUMBING and module != "torch.nn.modules.module"

@@ -43,6 +43,7 @@ ORDER = [
     ["rule.py"],
     ["signatures.py"],
     ["registry.py"],
+    ["entry_points.py"],
     ["forms.py"],
     ["targets.py", "modes.py"],
     ["standard.py", "answers.py"],

@@ -16,7 +16,7 @@ import torch
 from agreement import assert_agrees
 
 import hookkit
-from hookkit.registry import entry_points
+from hookkit.entry_points import entry_points
 
 PLUGIN = Path(__file__).parent.parent / "examples" / "plugin_package"
 

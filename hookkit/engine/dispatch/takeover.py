@@ -28,7 +28,8 @@ from hookkit.engine.trace import gradflow
 from hookkit.engine.trace.composite import Composite, Origin, bind
 from hookkit.engine.trace.in_place_check import OVERWRITTEN, NoRegion, Retrace
 from hookkit.engine.traced import regions, replay
-from hookkit.engine.traced.traced_call import Invocation, bind_call, trace_call
+from hookkit.engine.traced.invocation import Invocation
+from hookkit.engine.traced.traced_call import bind_call, trace_call
 from hookkit.engine.values.binding import Bound
 from hookkit.engine.values.wrapping import unwrap_arguments
 from hookkit.errors import DataDependencyError, HookError, UntraceableError

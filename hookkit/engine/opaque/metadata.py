@@ -33,7 +33,7 @@ from hookkit.engine.opaque.unseen_writes import Watched, Written, written_in_bac
 from hookkit.engine.pytorch.graph_run import EagerResult, autocast_regions
 from hookkit.engine.pytorch.provider_function import split_tensors
 from hookkit.engine.traced import replay
-from hookkit.engine.traced.traced_call import Invocation
+from hookkit.engine.traced.invocation import Invocation
 from hookkit.engine.values.captured import fill, trying
 from hookkit.engine.values.wrapping import PLAIN, Slot, TensorMetadata, is_differentiable_dtype, leaves
 from hookkit.errors import HookError, MetaError

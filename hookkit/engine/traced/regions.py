@@ -38,8 +38,9 @@ from hookkit.engine.trace.functionalize import functionalise
 from hookkit.engine.trace.in_place_check import Retrace, views_of_arguments
 from hookkit.engine.trace.recomputation import draws, is_recomputing
 from hookkit.engine.traced.compiled_region import Region, program_of, sharing_of
+from hookkit.engine.traced.invocation import Invocation
 from hookkit.engine.traced.structure import structure_of
-from hookkit.engine.traced.traced_call import Invocation, free
+from hookkit.engine.traced.traced_call import free
 from hookkit.engine.values.wrapping import PLAIN, leaves, map_leaves, proxies_in
 from hookkit.errors import UntraceableError
 

@@ -23,7 +23,7 @@ from hookkit.engine.interpreter.side_effects import State
 from hookkit.engine.trace import gradflow
 from hookkit.engine.trace.composite import Composite, fresh
 from hookkit.engine.trace.recomputation import is_recomputing
-from hookkit.engine.traced.traced_call import Invocation
+from hookkit.engine.traced.invocation import Invocation
 from hookkit.engine.values.wrapping import PLAIN, is_container, leaves, map_leaves
 
 __all__ = ["constants_of", "find", "instantiate", "is_same", "key_of", "remember", "written"]
