@@ -19,6 +19,7 @@ from thunder.core.interpreter import INTERPRETER_SIGNALS, PseudoInst, _interpret
 from thunder.core.proxies import Proxy
 
 from hookkit.engine.dispatch.extensions import Extension
+from hookkit.engine.interpreter.attempt import is_made
 from hookkit.errors import HookError
 from hookkit.mends.mend import Mend
 from hookkit.mends.written_globals import write_after
@@ -71,7 +72,7 @@ def write_back(stock: Callable[..., Any], context: Any, epilogue: Any) -> None:
         if not _are_attributes(attributes.provenance):
             continue
         module = attributes.provenance.inputs[0]
-        if _is_made(module):
+        if is_made(module):  # as a function or an instance: nothing is to be written back
             continue
         for _, _, name, value in modifications:
             _check(name.value, value.value)
@@ -90,12 +91,6 @@ def _are_attributes(provenance: Any) -> bool:
     """Whether something is the ``__dict__`` of an object."""
     of_object = provenance.inst is PseudoInst.LOAD_ATTR and provenance.inputs[1].inst is PseudoInst.CONSTANT
     return of_object and provenance.inputs[1].value == "__dict__"
-
-
-def _is_made(holder: Any) -> bool:
-    """Whether the program itself makes an object, as a function or an instance: nothing is to be written back."""
-    made = (PseudoInst.CONSTANT, PseudoInst.LOOKASIDE, PseudoInst.NEW, PseudoInst.OPAQUE)
-    return not isinstance(holder.inst, PseudoInst) or holder.inst in made
 
 
 def _check(name: str, value: Any) -> None:
