@@ -73,6 +73,12 @@ def hundred(ctx: Any, *grads: Any) -> Any:
     return grads[0] * 100
 
 
+def batched() -> Any:
+    """A Function for which PyTorch makes the rule of vmap."""
+    keeps_nothing = staticmethod(lambda ctx, inputs, output: None)
+    return function(lambda x: x * 2, hundred, setup_context=keeps_nothing, generate_vmap_rule=True)
+
+
 group = "ctx"
 
 
@@ -730,18 +736,7 @@ def _():
 
 @case("`torch.func.grad` and `vmap` around the program: PyTorch runs it, eagerly")
 def _():
-    class F(torch.autograd.Function):
-        generate_vmap_rule = True
-
-        @staticmethod
-        def forward(x: Tensor) -> Tensor:
-            return x * 2
-
-        @staticmethod
-        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-            pass
-
-        backward = staticmethod(hundred)
+    F = batched()
 
     def transformed(program: Any, x: Tensor) -> Any:
         return torch.vmap(torch.func.grad(program))(x.detach())
@@ -751,18 +746,7 @@ def _():
 
 @case("`torch.vmap` and `torch.func.grad` inside the program", "opaque")
 def _():
-    class F(torch.autograd.Function):
-        generate_vmap_rule = True
-
-        @staticmethod
-        def forward(x: Tensor) -> Tensor:
-            return x * 2
-
-        @staticmethod
-        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-            pass
-
-        backward = staticmethod(hundred)
+    F = batched()
 
     slopes = torch.vmap(torch.func.grad(lambda row, k: (F.apply(row) * k).sum()), in_dims=(0, None))
 

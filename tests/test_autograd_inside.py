@@ -3,26 +3,13 @@
 import pytest
 import thunder
 import torch
+from test_derivatives import Cube
 from test_transforms_inside import LAYER, WEIGHT, Sine, derivatives, leaf
 from torch.func import vmap
 
 import hookkit
 
 functional = torch.nn.functional
-
-
-class Cube(torch.autograd.Function):
-    """Its gradient is wrong on purpose, times 100 / 3."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        return 100 * grad * x * x
 
 
 class Opaque(torch.autograd.Function):
