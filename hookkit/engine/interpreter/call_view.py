@@ -16,7 +16,7 @@ from thunder.core.proxies import AnyProxy, NumberProxy, Proxy, ProxyTag, StringP
 from thunder.core.trace import TraceCtx
 
 from hookkit.engine.trace import gradflow
-from hookkit.engine.values.wrapping import leaves, map_leaves
+from hookkit.engine.values.wrapping import as_torch_names, leaves, map_leaves
 from hookkit.errors import HookError
 
 __all__ = ["SeenTensor", "shows"]
@@ -122,9 +122,7 @@ def shows(trace: TraceCtx) -> Callable[[Any], Any]:
             return value.value
         if isinstance(value, AnyProxy):
             return value._o
-        if isinstance(value, dtypes.dtype):
-            return dtypes.to_torch_dtype(value)
-        return to_torch_device(value) if isinstance(value, Device) else value
+        return as_torch_names(value)
 
     def show(tree: Any) -> Any:
         if not any(isinstance(leaf, Proxy | dtypes.dtype | Device) for leaf in leaves(tree)):

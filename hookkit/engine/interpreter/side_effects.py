@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hookkit import compat
+from hookkit.engine.values.python_code import contents, is_own, names_in
 
 __all__ = [
     "Generators",
@@ -31,13 +32,10 @@ __all__ = [
     "WritesUndone",
     "following",
     "following_natively",
-    "is_own",
-    "names_in",
     "not_followed",
     "note_called",
 ]
 
-_FOREIGN = ("torch", "thunder", "numpy", "hookkit", "builtins", "typing", "functools", "math", "collections")
 _DEPTH = 3
 _MISSING = object()
 _CONTAINERS = (list, dict, set, deque)
@@ -68,7 +66,8 @@ class State:
     def changed(self) -> list[str]:
         """What is not as it was, in words."""
         found = [f"a {type(o).__name__}" for o, copy in self.containers.values() if not _same(o, copy)]
-        found += ["a variable of an enclosing function" for c, v in self.cells.values() if _contents(c) is not v]
+        cells = self.cells.values()
+        found += ["a variable of an enclosing function" for c, v in cells if contents(c, _MISSING) is not v]
         found += [f"the name {name!r}" for d, name, v in self.names.values() if d.get(name, _MISSING) is not v]
         found += [f"{c.__qualname__}.{n}" for c, n, v in self.attributes.values() if vars(c).get(n, _MISSING) is not v]
         found += [f"the attribute {n!r}" for o, n, v in self.slots.values() if getattr(o, n, _MISSING) is not v]
@@ -89,7 +88,7 @@ class State:
             if not _same(original, copy):
                 _put_back(original, copy)
         for cell, value in self.cells.values():
-            if _contents(cell) is not value:
+            if contents(cell, _MISSING) is not value:
                 cell.cell_contents = value
         for holder, name, value in self.names.values():
             if holder.get(name, _MISSING) is not value:
@@ -155,7 +154,7 @@ class State:
         self._visit(getattr(function, "__wrapped__", None), depth)
         for cell in function.__closure__ or ():
             if id(cell) not in self.cells:
-                content = _contents(cell)
+                content = contents(cell, _MISSING)
                 self.cells[id(cell)] = (cell, content)
                 self._visit(content, depth - 1)
         self._visit_globals(function.__code__, function.__globals__, depth)
@@ -319,28 +318,9 @@ def _place(tensor: torch.Tensor) -> Any:
     return tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
 
 
-def names_in(code: types.CodeType) -> set[str]:
-    found = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            found |= names_in(constant)
-    return found
-
-
-def is_own(module: Any) -> bool:
-    return not (isinstance(module, str) and module.partition(".")[0] in _FOREIGN)
-
-
 def _is_kernel(value: Any) -> bool:
     """Whether a value is a kernel of Triton, or of a class made from one of Triton's."""
     return any(str(cls.__module__).partition(".")[0] == "triton" for cls in type(value).__mro__)
-
-
-def _contents(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return _MISSING
 
 
 def _put_back(original: Any, copy: Any) -> None:

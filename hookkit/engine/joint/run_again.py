@@ -14,9 +14,8 @@ from typing import Any
 
 import attrs
 import torch
-from thunder.core import dtypes, prims
+from thunder.core import prims
 from thunder.core.compile_data import get_compile_data
-from thunder.core.devices import Device, to_torch_device
 from thunder.core.proxies import AnyProxy, Proxy, ProxyTag, variableify
 from thunder.core.pytree import tree_flatten_with_dataclass
 from thunder.core.trace import from_trace, tracectx
@@ -36,7 +35,7 @@ from hookkit.engine.trace.composite import Composite, called, make_symbol, symbo
 from hookkit.engine.trace.recomputation import draws
 from hookkit.engine.values.binding import Bound
 from hookkit.engine.values.captured import fill
-from hookkit.engine.values.wrapping import Slot, leaves, map_leaves
+from hookkit.engine.values.wrapping import Slot, as_torch_names, leaves, map_leaves
 
 __all__ = [
     "Builder",
@@ -359,12 +358,8 @@ class Builder:
         proxies: list[Any] = []
 
         def place(value: Any) -> Any:
-            if isinstance(value, dtypes.dtype):
-                return dtypes.to_torch_dtype(value)
-            if isinstance(value, Device):
-                return to_torch_device(value)
             if not isinstance(value, Proxy):
-                return value
+                return as_torch_names(value)
             proxy = current[value.name] if value.name in current else self._swapped(value)
             if proxy.name not in self._known:
                 raise NotAgain(f"{origin.call} takes an argument that it does not read, and that is not computed")

@@ -20,7 +20,7 @@ from thunder.core.interpreter import INTERPRETER_SIGNALS, _interpret_call, get_i
 from thunder.core.proxies import Proxy
 
 from hookkit.engine.interpreter.attempt import is_made
-from hookkit.engine.interpreter.side_effects import is_own, names_in
+from hookkit.engine.values.python_code import is_own, names_in
 from hookkit.engine.values.wrapping import PLAIN, Slot, unwrap_arguments
 from hookkit.errors import HookError
 

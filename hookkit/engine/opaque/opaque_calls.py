@@ -1,8 +1,8 @@
 """An opaque call: one operator in the trace, run by PyTorch, with the backward that PyTorch recorded.
 
 The operator returns the call's tensors and, where a gradient can be asked for, the state of its autograd graph, which
-a second operator takes in the backward. What the operator does is in :mod:`.opaque_operator`, how its metadata is found
-in :mod:`.probing`.
+a second operator takes in the backward. What the operator does is in :mod:`.operator`, how its metadata is found in
+:mod:`.metadata`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from thunder.core import dtypes, prims
 from thunder.core.compile_data import get_compile_data
-from thunder.core.devices import Device, to_torch_device
 from thunder.core.jit_ext import get_jit_ctx
 from thunder.core.proxies import AnyProxy, Proxy, ProxyTag, TensorProxy
 from thunder.core.symbol import Symbol
@@ -37,12 +36,14 @@ from hookkit.engine.pytorch.provider_function import provider_callee
 from hookkit.engine.trace import gradflow
 from hookkit.engine.trace.composite import called, feed_undefined, make_symbol, symbol_name
 from hookkit.engine.trace.recomputation import is_recomputing, record_draws
-from hookkit.engine.traced.traced_call import Invocation
+from hookkit.engine.traced.invocation import Invocation
 from hookkit.engine.values.captured import Captured, Path, fill, held, paths, wrapped_at
+from hookkit.engine.values.python_code import contents
 from hookkit.engine.values.wrapping import (
     PLAIN,
     Slot,
     TensorMetadata,
+    as_torch_names,
     is_container,
     leaves,
     map_leaves,
@@ -268,11 +269,8 @@ def _operator(invocation: Invocation) -> tuple[OpaqueCall, list[Proxy]]:
         return Captured(kept, found) if found else kept
 
     def place(value: Any) -> Any:
-        if isinstance(value, dtypes.dtype):
-            return dtypes.to_torch_dtype(value)
-        if isinstance(value, Device):
-            return to_torch_device(value)
         if not isinstance(value, Proxy):
+            value = as_torch_names(value)
             return value if rule.captures else lifted(value)
         if value.name not in places:
             places[value.name] = Slot(len(slots))
@@ -375,18 +373,11 @@ def _refuse_hidden_proxies(invocation: Invocation, value: Any) -> None:
                     f"tensor in the attribute {name!r}; pass the tensor as an argument of its own"
                 )
     for cell in getattr(value, "__closure__", None) or ():
-        if any(isinstance(leaf, Proxy) for leaf in leaves(_contents(cell))):
+        if any(isinstance(leaf, Proxy) for leaf in leaves(contents(cell))):
             raise MetaError(
                 f"{invocation.call} cannot run as one opaque operator: {getattr(value, '__qualname__', value)} closes "
                 "over a tensor of the program; pass the tensor as an argument"
             )
-
-
-def _contents(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
 
 
 def _gradient_transform(

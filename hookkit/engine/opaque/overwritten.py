@@ -15,8 +15,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from thunder.core import dtypes
-from thunder.core.devices import Device, to_torch_device
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
@@ -35,7 +33,7 @@ from hookkit.engine.trace import gradflow, reachability
 from hookkit.engine.trace.aliasing import Sharing, changes_in_place, may_view, note_sharing, overwritten_names
 from hookkit.engine.trace.composite import called, make_symbol, symbol_name
 from hookkit.engine.trace.in_place_check import place
-from hookkit.engine.values.wrapping import Slot, TensorMetadata, map_leaves
+from hookkit.engine.values.wrapping import Slot, TensorMetadata, as_torch_names, map_leaves
 from hookkit.errors import HookError
 from hookkit.patch import Patch, around
 
@@ -104,12 +102,8 @@ def _operator(trace: Any, bsym: Any) -> tuple[OpaqueCall, list[Any]]:
     slots: dict[str, Any] = {}
 
     def slot(value: Any) -> Any:
-        if isinstance(value, dtypes.dtype):
-            return dtypes.to_torch_dtype(value)
-        if isinstance(value, Device):
-            return to_torch_device(value)
         if not isinstance(value, Proxy):
-            return value
+            return as_torch_names(value)
         slots.setdefault(value.name, value)
         return Slot(list(slots).index(value.name))
 

@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from hookkit.engine.interpreter.side_effects import WritesUndone
-from hookkit.engine.pytorch.graph_run import EagerState
+from hookkit.engine.pytorch.graph_run import EagerState, saved_by
 from hookkit.engine.values.wrapping import leaves
 
 __all__ = ["Watched", "Written", "kept_tensors", "share_memory", "written_in_backward"]
@@ -79,18 +79,8 @@ def written_in_backward(
 
 def kept_tensors(state: EagerState | None) -> list[torch.Tensor]:
     """What PyTorch's graph keeps for the backward of a call."""
-    nodes = [edge.node for edge in state.edges] if state is not None else []
-    seen = set()
-    kept: list[torch.Tensor] = []
-    while nodes:
-        node = nodes.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        nodes += [n for n, _ in node.next_functions if n is not None]
-        saved = [getattr(node, n) for n in dir(node) if n.startswith("_saved_") or n == "saved_tensors"]
-        kept += [t for t in leaves(saved) if isinstance(t, torch.Tensor)]
-    return kept
+    saved = [saved_by(node) for node in state.nodes()] if state is not None else []
+    return [t for t in leaves(saved) if isinstance(t, torch.Tensor)]
 
 
 def share_memory(a: Any, b: torch.Tensor) -> bool:

@@ -30,6 +30,7 @@ __all__ = [
     "autocast_regions",
     "is_own_leaf",
     "run_eagerly",
+    "saved_by",
 ]
 
 
@@ -71,6 +72,15 @@ def _references_to_nothing_held() -> int:
 def _is_held(node: Any) -> bool:
     """Whether somebody beside the graph holds the leaf of a node that accumulates gradients."""
     return _references(node) > _references_to_nothing_held()
+
+
+def saved_by(node: Any) -> list[Any]:
+    """What a node of PyTorch's graph keeps for its backward.
+
+    Raises:
+        RuntimeError: if a tensor was changed in place since it was saved.
+    """
+    return [getattr(node, name) for name in dir(node) if name.startswith("_saved_") or name == "saved_tensors"]
 
 
 def is_own_leaf(tensor: torch.Tensor) -> bool:
@@ -120,19 +130,24 @@ class EagerState(OpaqueState):
     anchor: torch.Tensor | None
     root: torch.Tensor | None = None
 
+    def nodes(self, is_border: Callable[[Any], bool] = lambda _: False) -> Iterator[Any]:
+        """The nodes of the graph, each once; without those at a border, and what is behind them."""
+        waiting = [edge.node for edge in self.edges]
+        seen = set()
+        while waiting:
+            node = waiting.pop()
+            if node in seen or is_border(node):
+                continue
+            seen.add(node)
+            yield node
+            waiting += [n for n, _ in node.next_functions if n is not None]
+
     def saved_bytes(self) -> int | None:
         """How much the graph keeps in tensors, each storage once; None if a node does not tell."""
         sizes: dict[int, int] = {}
-        nodes = [edge.node for edge in self.edges]
-        seen = set()
-        while nodes:
-            node = nodes.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            nodes += [n for n, _ in node.next_functions if n is not None]
+        for node in self.nodes():
             try:
-                saved = [getattr(node, n) for n in dir(node) if n.startswith("_saved_") or n == "saved_tensors"]
+                saved = saved_by(node)
             except RuntimeError:  # changed in place since it was saved
                 return None
             with torch._C.DisableTorchFunction():  # a mode that refuses the storage of tensors without data
@@ -148,18 +163,9 @@ class EagerState(OpaqueState):
         A leaf that the callee made for itself, and that nobody else holds, is none of them.
         """
         given = {id(leaf) for leaf in self.leaves.values()}
-        nodes = [edge.node for edge in self.edges]
-        seen = set()
-        hidden = []
-        while nodes:
-            node = nodes.pop()
-            if node in seen or isinstance(node, _Entry._backward_cls):
-                continue
-            seen.add(node)
-            nodes += [n for n, _ in node.next_functions if n is not None]
-            if hasattr(node, "variable") and id(node.variable) not in given and _is_held(node):
-                hidden.append(node.variable)
-        return hidden
+        own = self.nodes(lambda node: isinstance(node, _Entry._backward_cls))
+        variables = (node.variable for node in own if hasattr(node, "variable") and _is_held(node))
+        return [variable for variable in variables if id(variable) not in given]
 
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor | None]:
         """The gradient of each input that needs one, by the input's index; None where there is none.

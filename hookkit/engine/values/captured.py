@@ -21,13 +21,12 @@ from thunder.core.interpreter import ProvenanceRecord, PseudoInst, _interpret_ca
 from thunder.core.proxies import TensorProxy
 from torch._subclasses.fake_tensor import FakeTensor
 
+from hookkit.engine.values.python_code import contents, is_own, names_in
 from hookkit.engine.values.wrapping import Slot, map_leaves
 from hookkit.errors import HookError
 
 __all__ = ["Captured", "Path", "Step", "fill", "held", "paths", "settled", "trying", "with_parts", "wrapped_at"]
 
-# Packages whose functions use no tensors of a program's but those that they are given or close over.
-_FOREIGN = ("torch", "thunder", "numpy", "hookkit", "builtins", "typing", "functools", "math", "collections")
 # What a graph module keeps of its making.
 _OF_GRAPHS = ("torch.fx", "torch._dynamo", "torch._subclasses", "torch._ops")
 
@@ -151,16 +150,10 @@ def _held_by_function(function: types.FunctionType) -> Iterator[tuple[Step, Any]
     for name in ("__defaults__", "__kwdefaults__"):
         if getattr(function, name):
             yield Step("attribute", name), getattr(function, name)
-    if str(function.__module__).partition(".")[0] not in _FOREIGN:
+    if is_own(function.__module__):
         for name in sorted(names_in(function.__code__)):
             if name in function.__globals__:
                 yield Step("global", name), function.__globals__[name]
-
-
-def names_in(code: types.CodeType) -> set[str]:
-    """The names of globals, and of attributes, that code uses, functions in it included."""
-    inner = [names_in(c) for c in code.co_consts if isinstance(c, types.CodeType)]
-    return set(code.co_names).union(*inner)
 
 
 def _is_looked_into(value: Any) -> bool:
@@ -171,7 +164,7 @@ def _is_looked_into(value: Any) -> bool:
     module = str(type(value).__module__)
     if module.startswith("torch.nn."):
         return True
-    return module.partition(".")[0] not in _FOREIGN and not module.startswith(_OF_GRAPHS)
+    return is_own(module) and not module.startswith(_OF_GRAPHS)
 
 
 @attrs.frozen(eq=False)
@@ -296,7 +289,7 @@ def _write_back(original: Any, copied: Any, before: Any) -> None:
 def _function_with_parts(function: types.FunctionType, parts: dict[Step, Any]) -> types.FunctionType:
     cells = function.__closure__ or ()
     names = {step.key: new for step, new in parts.items() if step.kind == "global"}
-    kept = [Step("cell", i) not in parts and _content(cell) is not function for i, cell in enumerate(cells)]
+    kept = [Step("cell", i) not in parts and contents(cell) is not function for i, cell in enumerate(cells)]
     result = types.FunctionType(
         function.__code__,
         {**function.__globals__, **names} if names else function.__globals__,
@@ -311,13 +304,6 @@ def _function_with_parts(function: types.FunctionType, parts: dict[Step, Any]) -
         if not keep:
             cell.cell_contents = parts.get(Step("cell", i), result)
     return result
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # it is empty
-        return None
 
 
 def fill(tree: Any, values: Sequence[Any]) -> Any:

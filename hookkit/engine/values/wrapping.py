@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 import torch
 from thunder.core import dtypes
-from thunder.core.devices import to_device, to_torch_device
+from thunder.core.devices import Device, to_device, to_torch_device
 from thunder.core.interpreter import ProvenanceRecord, PseudoInst, unwrap, wrap, wrap_const
 from thunder.core.jit_ext import get_jit_ctx
 from thunder.core.proxies import Proxy, TensorProxy
@@ -24,6 +24,7 @@ __all__ = [
     "Slot",
     "Tag",
     "TensorMetadata",
+    "as_torch_names",
     "broadcasts_to",
     "is_container",
     "is_differentiable_dtype",
@@ -122,6 +123,13 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
                 object.__setattr__(result, field.name, map_leaves(function, getattr(tree, field.name)))
         return result
     return function(tree)
+
+
+def as_torch_names(value: Any) -> Any:
+    """A dtype or device of thunder's as torch's; anything else as it is."""
+    if isinstance(value, dtypes.dtype):
+        return dtypes.to_torch_dtype(value)
+    return to_torch_device(value) if isinstance(value, Device) else value
 
 
 def proxies_in(tree: Any) -> list[Proxy]:
