@@ -243,9 +243,7 @@ def _inputs(case: Case) -> str | None:
 
 
 def _gradcheck(case: Case) -> str | None:
-    tracked = [a for a in tensors_of(case.given) if a.requires_grad]
-    if not tracked or any(a.dtype not in (torch.float64, torch.complex128) for a in tracked):
-        raise DoesNotApply("needs float64 tensors that require grad")
+    _precise(case)
     jitted = thunder.jit(case.program)
 
     def differentiable(*given: Any) -> tuple[torch.Tensor, ...]:
@@ -256,6 +254,48 @@ def _gradcheck(case: Case) -> str | None:
     except RuntimeError as error:  # torch's GradcheckError among them
         return first_line(error)
     return None
+
+
+def _gradgradcheck(case: Case) -> str | None:
+    """Whether the second derivative is that of the first: of the gradient, be that wrong on purpose or not."""
+    _precise(case)
+    jitted = thunder.jit(case.program)
+
+    def differentiable(*given: Any) -> tuple[torch.Tensor, ...]:
+        return tuple(t for t in tensors_of(jitted(*given)) if t.requires_grad)
+
+    why_not = _no_second_derivative(differentiable, list(fresh(case.given)))
+    if why_not is not None:
+        raise DoesNotApply(f"there is none: {why_not}")
+    try:
+        torch.autograd.gradgradcheck(differentiable, tuple(fresh(case.given)))
+    except RuntimeError as error:
+        return first_line(error)
+    return None
+
+
+def _no_second_derivative(function: Callable[..., Any], given: Sequence[Any]) -> str | None:
+    """What is said where a second derivative is asked for that is known not to be there."""
+    inputs = [a for a in tensors_of(given) if a.requires_grad]
+    outputs = function(*given)
+    cotangents = [torch.ones_like(o, requires_grad=True) for o in outputs]
+    found = torch.autograd.grad(outputs, inputs, cotangents, create_graph=True, allow_unused=True)
+    first = [g for g in found if g is not None and g.requires_grad]
+    try:
+        # to all leaves: the way to one of them alone does not lead through the error of once_differentiable
+        torch.autograd.backward(first, [torch.ones_like(g) for g in first])
+    except RuntimeError as error:
+        if isinstance(error, HookError) or "once_differentiable" in str(error):
+            return first_line(error)
+        raise
+    return None
+
+
+def _precise(case: Case) -> None:
+    """Refuses arguments that are not precise enough for finite differences."""
+    tracked = [a for a in tensors_of(case.given) if a.requires_grad]
+    if not tracked or any(a.dtype not in (torch.float64, torch.complex128) for a in tracked):
+        raise DoesNotApply("needs float64 tensors that require grad")
 
 
 def _without_gradients(args: Sequence[Any]) -> Iterator[Any]:
@@ -348,6 +388,7 @@ CHECKS: dict[str, Callable[[Case], str | None]] = {
     "other numbers": _numbers,
     "other forms of the target": _forms,
     "finite differences": _gradcheck,
+    "second derivative": _gradgradcheck,
     "every choice of inputs that need a gradient": _every_mask,
     "each output alone": _each_output_alone,
     "expanded gradients": lambda case: case.compare(case.args, expanded),

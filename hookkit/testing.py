@@ -114,7 +114,7 @@ def check_rule(subject: Any, *args: Any, **kwargs: Any) -> CheckResult:
         subject: a :class:`hookkit.Rule` with a callable, Function or name as target, what
             :func:`hookkit.custom_gradient` returned, or a subclass of ``torch.autograd.Function``.
         *args: example arguments; floating-point tensors that require grad are differentiated. With float64 tensors the
-            gradient is compared with finite differences, too.
+            gradient is compared with finite differences, too, and the second derivative with those of the gradient.
         **kwargs: example keyword arguments.
 
     Returns:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from thunder.dynamo import thunderfx
+from torch.autograd.function import once_differentiable
 
 import hookkit
 import hookkit.testing
@@ -39,6 +40,37 @@ def test_a_right_function_passes_every_check():
     result = hookkit.testing.check_rule(Cube, *inputs())
     assert result, str(result)
     assert {c.name for c in result.checks if c.passed} >= {"output and gradients", "finite differences", "opaque"}
+
+
+class Constant(Cube):
+    """Eager PyTorch takes a part of its gradient for a constant."""
+
+    @staticmethod
+    def backward(ctx, g, h):
+        x, y = ctx.saved_tensors
+        return 3 * g * (x * x).detach() * y + h, g * x**3 + h
+
+
+class Once(Cube):
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g, h):
+        return Cube.backward(ctx, g, h)
+
+
+@pytest.mark.parametrize(
+    ("function", "passed", "said"),
+    [
+        (Cube, True, ""),
+        (WrongCube, True, ""),  # its second derivative is that of its gradient
+        (Constant, False, "Jacobian mismatch"),
+        (Once, None, "there is none: trying to differentiate twice"),
+    ],
+)
+def test_the_second_derivative_is_that_of_the_gradient(function, passed, said):
+    check = hookkit.testing.run_check("second derivative", function, *inputs())
+    assert check.passed is passed
+    assert check.detail.startswith(said)
 
 
 def test_a_wrong_gradient_fails_the_finite_differences_alone():
@@ -189,7 +221,7 @@ def test_the_marker_makes_a_test_for_each_check(pytester):
             "*::test_of_another_kind PASSED*",
         ]
     )
-    result.assert_outcomes(passed=16, skipped=10, failed=7)
+    result.assert_outcomes(passed=18, skipped=10, failed=7)
 
 
 @pytest.mark.parametrize("conftest", ["", 'pytest_plugins = ["hookkit.pytest_plugin"]'])
