@@ -256,3 +256,154 @@ def test_a_function_finds_what_it_closes_over_outside_of_the_program_as_it_is_wh
     factor = 3
     torch.testing.assert_close(jitted(vector()), vector() * 3)
     assert calls == 2
+
+
+class Holder:
+    def __init__(self, weight, factor):
+        self.weight = weight
+        self.factor = factor
+
+    def scaled(self, x):
+        return x * self.weight * self.factor
+
+    def counting(self, x):
+        self.factor += 1
+        return x * self.factor
+
+
+def object_that_is_changed(x):
+    holder = Holder(x.sin(), 2)
+    y = apply(holder.scaled, x) + apply(lambda a: a * holder.factor, x)
+    holder.weight, holder.factor = x, 100
+    return y + apply(lambda held, a: held.scaled(a), holder, x)
+
+
+def object_that_is_returned(x):
+    holder = Holder(None, 2)
+    y, same = apply(lambda held, a: (a * held.factor, held), holder, x)
+    same.factor = 5
+    return y * holder.factor
+
+
+def objects_in_a_list_that_grows(x):
+    holders = [Holder(x.sin(), 2)]
+    y = apply(lambda a: holders[0].scaled(a) * len(holders), x)
+    holders[0].factor = 50
+    holders.append(None)
+    return y
+
+
+@pytest.mark.parametrize(
+    "program",
+    [object_that_is_changed, object_that_is_returned, objects_in_a_list_that_grows],
+    ids=lambda program: program.__name__,
+)
+def test_an_object_that_the_program_makes_is_as_it_was_when_it_was_called(program):
+    assert_agrees(program, vector())
+
+
+def list_that_a_function_appends_to(x):
+    seen = [x * 2]
+
+    def function(a):
+        seen.append(1)
+        return a * seen[0]
+
+    return apply(function, x) * len(seen)
+
+
+def variable_that_a_function_binds(x):
+    factor = 2
+
+    def function(a):
+        nonlocal factor
+        factor += 1
+        return a * factor
+
+    return apply(function, x) * factor
+
+
+def variable_with_a_tensor_that_a_function_binds(x):
+    factor = x.sin()
+
+    def function(a):
+        nonlocal factor
+        factor = factor + 1
+        return a * factor
+
+    return apply(function, x) * factor
+
+
+def object_of_a_method_that_counts(x):
+    holder = Holder(x, 2)
+    return apply(holder.counting, x) * holder.factor
+
+
+@pytest.mark.parametrize(
+    ("program", "found"),
+    [
+        (list_that_a_function_appends_to, "a list"),
+        (variable_that_a_function_binds, "a variable"),
+        (variable_with_a_tensor_that_a_function_binds, "a variable"),
+        (object_of_a_method_that_counts, "a dict, or an attribute,"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_call_that_changes_what_the_program_makes_is_refused(program, found):
+    with pytest.raises(hookkit.HookError, match=f"changes {found} that the program makes"):
+        thunder.jit(program)(vector())
+
+
+def test_a_call_that_changes_a_list_that_is_its_argument_is_refused():
+    def program(x):
+        values = [x, x]
+        return apply(lambda held, a: held.append(a) or a * 2, values, x) * len(values)
+
+    with pytest.raises(hookkit.HookError, match="changes a list that is its argument"):
+        thunder.jit(program)(vector())
+
+
+CALLS = 0
+
+
+def test_a_global_that_a_function_binds_is_bound_when_it_captures_a_tensor_by_another():
+    def function(x):
+        global CALLS
+        CALLS += 1
+        return x * WEIGHT
+
+    jitted = thunder.jit(lambda x: apply(function, x))
+    torch.testing.assert_close(jitted(vector()), vector() * WEIGHT)
+    assert CALLS == 1
+
+
+def test_an_object_that_two_functions_lead_to_is_one_while_they_run():
+    held = {"weight": WEIGHT, "calls": 0}
+
+    def first(x):
+        held["calls"] += 1
+        return x * held["weight"]
+
+    def both(x):
+        return first(x) * held["calls"] + second(x)
+
+    def second(x):
+        return x * held["weight"] * held["calls"]
+
+    jitted = thunder.jit(lambda x: apply(both, x))
+    torch.testing.assert_close(jitted(vector()), vector() * WEIGHT * 2)
+    assert held["calls"] == 1
+
+
+@pytest.mark.xfail(strict=True, reason="the program is traced with the objects from outside as they were before it ran")
+def test_the_program_sees_what_an_opaque_call_changes_outside_of_it():
+    counts, eager = [0], [0]
+
+    def program(x, counts):
+        def function(a):
+            counts[0] += 1
+            return a * counts[0]
+
+        return apply(function, x) * counts[0]
+
+    torch.testing.assert_close(thunder.jit(lambda x: program(x, counts))(vector()), program(vector(), eager))

@@ -24,7 +24,7 @@ from thunder.extend import ImplInfo
 from hookkit import operators
 from hookkit.engine.interpreter.attempt import Raised
 from hookkit.engine.interpreter.closed_over import OUTSIDE, gets_gradients, parameters_of
-from hookkit.engine.interpreter.kept_closures import as_it_is
+from hookkit.engine.interpreter.kept_closures import Kept, as_it_is
 from hookkit.engine.interpreter.reasons import in_words
 from hookkit.engine.opaque.fast_path import DirectCall
 from hookkit.engine.opaque.held import HELD, Held, find_held
@@ -100,7 +100,7 @@ def opaque_call(invocation: Invocation, pending: BaseException | None) -> Any:
         results = symbol(*slots, *draws)
     symbol.meta.views = frozenset(results[i].name for i in expected.views)  # mutation.check asks
     returned = fill(expected.structure, _write_back(invocation, slots, expected, list(results)))
-    return wrap_result(returned, invocation.owner, *invocation.args)
+    return wrap_result(map_leaves(operator.kept.original, returned), invocation.owner, *invocation.args)
 
 
 def _looks_at_values(callee: Any) -> bool:
@@ -256,12 +256,13 @@ def _operator(invocation: Invocation) -> tuple[OpaqueCall, list[Proxy]]:
     rule, call = invocation.rule, invocation.call
     slots: list[Proxy] = []
     places: dict[str, Slot] = {}
+    copies = Kept()
 
     def lifted(value: Any) -> Any:
         """A value with the tensors that it leads to given to the operator, too."""
         if isinstance(value, PLAIN):
             return value
-        kept = as_it_is(value, lambda: _wrapped_leaf(invocation, value))
+        kept = as_it_is(value, lambda: _wrapped_leaf(invocation, value), copies)
         if not _lifts(invocation, value):
             _refuse_hidden_proxies(invocation, value)
             return kept
@@ -300,7 +301,8 @@ def _operator(invocation: Invocation) -> tuple[OpaqueCall, list[Proxy]]:
         grad_mode=invocation.grad_mode,
         autocasts=autocasts,
         written=frozenset(s.index for s in leaves(written) if isinstance(s, Slot)),
-        direct=DirectCall.of(function, arguments, needs),
+        direct=None if copies.copies else DirectCall.of(function, arguments, needs),
+        kept=copies,
         is_function=function is not None,
     )
     return operator, slots

@@ -10,6 +10,7 @@ import torch
 from thunder.core.proxies import TensorProxy
 
 from hookkit.engine.interpreter.attempt import add_note
+from hookkit.engine.interpreter.kept_closures import Kept
 from hookkit.engine.opaque.fast_path import DirectCall, NodeState
 from hookkit.engine.pytorch.graph_run import Autocast, EagerResult, OpaqueState, run_eagerly
 from hookkit.engine.pytorch.provider_function import split_tensors
@@ -96,6 +97,7 @@ class OpaqueCall:
         is_fed_undefined: whether another call returns None for the gradient of an output, so that its backward has to
             run without any gradient, as in eager.
         is_function: whether the callee is the ``apply`` of a Function, which looks for tensors in its arguments only.
+        kept: what the program makes, of which the call has copies.
         meta: the meta function, in words.
         complete_before: the program's arguments that have their gradient when its backward begins to overwrite.
     """
@@ -118,6 +120,7 @@ class OpaqueCall:
     undefined: list[TensorProxy] = attrs.field(factory=list)
     is_fed_undefined: bool = False
     is_function: bool = False
+    kept: Kept = attrs.field(factory=Kept)
     meta: str = "its meta function"
     complete_before: frozenset[str] = frozenset()
 
@@ -134,18 +137,19 @@ class OpaqueCall:
 
     def run(self, values: Sequence[Any], copied: Sequence[int] = ()) -> EagerResult:
         """Call the callee with values in the places of the slots."""
-        return run_eagerly(
-            self.callee,
-            self.arguments,
-            values,
-            self.needs,
-            grad_mode=self.grad_mode,
-            autocasts=self.autocasts,
-            copied=copied,
-            with_root=self.is_fed_undefined,
-            written=self.written,
-            is_function=self.is_function,
-        )
+        with self.kept.unchanged(self.description):
+            return run_eagerly(
+                self.callee,
+                self.arguments,
+                values,
+                self.needs,
+                grad_mode=self.grad_mode,
+                autocasts=self.autocasts,
+                copied=copied,
+                with_root=self.is_fed_undefined,
+                written=self.written,
+                is_function=self.is_function,
+            )
 
     @property
     def has_backward(self) -> bool:

@@ -25,7 +25,19 @@ from hookkit.engine.values.python_code import contents, is_own, names_in
 from hookkit.engine.values.wrapping import Slot, map_leaves
 from hookkit.errors import HookError
 
-__all__ = ["Captured", "Path", "Step", "fill", "held", "paths", "settled", "trying", "with_parts", "wrapped_at"]
+__all__ = [
+    "Captured",
+    "Path",
+    "Step",
+    "fill",
+    "held",
+    "is_looked_into",
+    "paths",
+    "settled",
+    "trying",
+    "with_parts",
+    "wrapped_at",
+]
 
 # What a graph module keeps of its making.
 _OF_GRAPHS = ("torch.fx", "torch._dynamo", "torch._subclasses", "torch._ops")
@@ -136,7 +148,7 @@ def held(value: Any) -> Iterator[tuple[Step, Any]]:
     elif isinstance(value, dict):
         for key, item in list(value.items()):
             yield Step("item", key), item
-    elif _is_looked_into(value):
+    elif is_looked_into(value):
         for name, item in list(value.__dict__.items()):
             yield Step("attribute", name), item
 
@@ -156,7 +168,8 @@ def _held_by_function(function: types.FunctionType) -> Iterator[tuple[Step, Any]
                 yield Step("global", name), function.__globals__[name]
 
 
-def _is_looked_into(value: Any) -> bool:
+def is_looked_into(value: Any) -> bool:
+    """Whether the attributes of an object may be, or lead to, tensors of a program's."""
     if isinstance(value, type | types.ModuleType) or type(getattr(value, "__dict__", None)) is not dict:
         return False
     if isinstance(value, torch.nn.Module):
@@ -181,19 +194,28 @@ class Captured:
 
     def filled(self, values: Sequence[Any]) -> Any:
         """The callable with values in the places of its slots; itself if that is what it has there."""
-        return _rebuilt(self.value, self.places, values)
+        settling = _settling.get()
+        return _rebuilt(self.value, self.places, values, {} if settling is None else settling.rebuilt)
 
 
-def _rebuilt(value: Any, places: dict[Path, Slot], values: Sequence[Any]) -> Any:
+def _rebuilt(value: Any, places: dict[Path, Slot], values: Sequence[Any], known: dict[Any, Any]) -> Any:
+    """An object with values in its places; one that is reached in two ways stays one."""
     if () in places:
         return values[places[()].index]
+    key = id(value), frozenset(places.items())
+    if key not in known:
+        known[key] = _rebuilt_once(value, places, values, known)
+    return known[key]
+
+
+def _rebuilt_once(value: Any, places: dict[Path, Slot], values: Sequence[Any], known: dict[Any, Any]) -> Any:
     below: dict[Step, dict[Path, Slot]] = {}
     for path, slot in places.items():
         below.setdefault(path[0], {})[path[1:]] = slot
     changed = {}
     for step, rest in below.items():
         present = step.of(value)
-        new = _rebuilt(present, rest, values)
+        new = _rebuilt(present, rest, values, known)
         if new is not present:
             changed[step] = new
     return with_parts(value, changed) if changed else value
@@ -249,33 +271,68 @@ def trying() -> Iterator[None]:
         _is_trying.reset(token)
 
 
-# Lists and dicts, attributes of objects among them, their copies, and what the copies held at first.
-_copies: ContextVar[list[tuple[Any, Any, Any]] | None] = ContextVar("hookkit_copies", default=None)
+@attrs.define
+class _Settling:
+    """What a callable that is filled was given copies of.
+
+    Attributes:
+        copies: lists and dicts, attributes of objects among them, and cells; their copies; what those held at first.
+        given: the lists and dicts among the arguments, and what they held at first.
+        rebuilt: the copies of objects that hold other things, by what was copied.
+    """
+
+    copies: list[tuple[Any, Any, Any]] = attrs.field(factory=list)
+    given: list[tuple[Any, Any]] = attrs.field(factory=list)
+    rebuilt: dict[Any, Any] = attrs.field(factory=dict)
+
+
+_settling: ContextVar[_Settling | None] = ContextVar("hookkit_settling", default=None)
 
 
 def _noted(original: Any, copied: Any) -> Any:
-    copies = _copies.get()
-    if copies is not None and isinstance(original, list | dict):
-        copies.append((original, copied, copied.copy()))
+    settling = _settling.get()
+    if settling is not None and isinstance(original, list | dict):
+        settling.copies.append((original, copied, copied.copy()))
     return copied
 
 
 @contextmanager
 def settled() -> Iterator[None]:
-    """The time in which a callable is filled and called: what it writes to copies it has written to the originals."""
-    copies: list[tuple[Any, Any, Any]] = []
-    token = _copies.set(copies)
+    """The time in which a callable is filled and called: what it writes to copies it has written to the originals.
+
+    Raises:
+        HookError: if it changes a list or a dict that is its argument, of which the program has another.
+    """
+    settling = _Settling()
+    token = _settling.set(settling)
     try:
         yield
     finally:
-        _copies.reset(token)
-        for original, copied, before in copies:
+        _settling.reset(token)
+        for original, copied, before in settling.copies:
             _write_back(original, copied, before)
+    for given, before in settling.given:
+        # what runs compiled code may empty the list of its arguments, so that their memory is free
+        if given and not _is_as_before(given, before):
+            raise HookError(
+                f"an opaque call changes a {type(given).__name__} that is its argument, and the program has another, "
+                "in which the change would be missing. Return what it holds, or change a copy of it."
+            )
+
+
+def _is_as_before(value: Any, before: Any) -> bool:
+    if isinstance(value, dict):
+        return list(value) == list(before) and all(value[key] is before[key] for key in before)
+    return len(value) == len(before) and all(a is b for a, b in zip(value, before, strict=True))
 
 
 def _write_back(original: Any, copied: Any, before: Any) -> None:
+    if isinstance(original, types.CellType):
+        if contents(copied) is not before:
+            original.cell_contents = contents(copied)
+        return
     if isinstance(original, list):
-        if len(copied) != len(before) or any(a is not b for a, b in zip(copied, before, strict=True)):
+        if not _is_as_before(copied, before):
             kept = {id(b): a for a, b in zip(original, before, strict=True)}
             original[:] = [kept.get(id(item), item) for item in copied]
         return
@@ -287,12 +344,12 @@ def _write_back(original: Any, copied: Any, before: Any) -> None:
 
 
 def _function_with_parts(function: types.FunctionType, parts: dict[Step, Any]) -> types.FunctionType:
-    cells = function.__closure__ or ()
+    cells, settling = function.__closure__ or (), _settling.get()
     names = {step.key: new for step, new in parts.items() if step.kind == "global"}
     kept = [Step("cell", i) not in parts and contents(cell) is not function for i, cell in enumerate(cells)]
     result = types.FunctionType(
         function.__code__,
-        {**function.__globals__, **names} if names else function.__globals__,
+        _noted(function.__globals__, {**function.__globals__, **names}) if names else function.__globals__,
         function.__name__,
         parts.get(Step("attribute", "__defaults__"), function.__defaults__),
         tuple(cell if keep else types.CellType() for cell, keep in zip(cells, kept, strict=True)),
@@ -303,15 +360,32 @@ def _function_with_parts(function: types.FunctionType, parts: dict[Step, Any]) -
     for i, (cell, keep) in enumerate(zip(result.__closure__ or (), kept, strict=True)):
         if not keep:
             cell.cell_contents = parts.get(Step("cell", i), result)
+            if settling is not None:
+                settling.copies.append((cells[i], cell, cell.cell_contents))
     return result
 
 
 def fill(tree: Any, values: Sequence[Any]) -> Any:
     """A copy of a tree with values in the place of its slots; containers are new."""
+    settling = _settling.get()
 
     def filled(leaf: Any) -> Any:
         if isinstance(leaf, Slot):
             return values[leaf.index]
         return leaf.filled(values) if isinstance(leaf, Captured) else leaf
 
-    return map_leaves(filled, tree)
+    result = map_leaves(filled, tree)
+    if settling is not None:
+        settling.given += [(c, c.copy()) for c in _containers(result, tree)]
+    return result
+
+
+def _containers(filled: Any, tree: Any) -> Iterator[Any]:
+    """The lists and dicts of a filled tree, but for those that were filled in."""
+    if type(filled) is not type(tree) or not isinstance(tree, list | dict | tuple):
+        return
+    if not isinstance(filled, tuple):
+        yield filled
+    pairs = [(filled[k], tree[k]) for k in tree] if isinstance(tree, dict) else zip(filled, tree, strict=True)
+    for pair in pairs:
+        yield from _containers(*pair)
