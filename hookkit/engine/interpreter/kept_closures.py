@@ -145,7 +145,7 @@ def _as_it_is(value: Any, wrapped: Callable[[], Any], variables: set[int], open_
     if isinstance(copied, types.FunctionType):
         for step in parts:
             if step.kind == "cell":
-                kept.note(copied.__closure__[step.key])
+                kept.note((copied.__closure__ or ())[step.key])
     elif type(copied) in (list, dict):
         kept.note(copied)
     elif is_object:
