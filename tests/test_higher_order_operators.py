@@ -3,13 +3,15 @@
 import importlib
 import pkgutil
 import sys
+import types
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import thunder
 import torch
-from agreement import assert_same, tensors_of
+from agreement import assert_agrees, assert_same, tensors_of
 from thunder.dynamo import thunderfx
 
 import hookkit
@@ -94,3 +96,39 @@ def test_the_table_has_every_operator_of_this_torch():
         importlib.import_module(f"torch._higher_order_ops.{module.name}")
     there = set(torch._ops._higher_order_ops)
     assert there <= {case.operator for case in CASES} | set(INTERNAL) | set(OTHERS)
+
+
+class Labelled:
+    __class_getitem__ = classmethod(types.GenericAlias)
+
+
+LABELLED = Labelled[int]
+
+
+@dataclass(frozen=True)
+class Frozen:
+    number: float
+    __class_getitem__ = classmethod(types.GenericAlias)
+
+
+FROZEN = Frozen[float]
+
+
+def test_a_class_with_type_arguments_is_called():
+    def program(x):
+        held, labelled = dict[str, float](), LABELLED()
+        held["a"] = 2.0
+        return x * held["a"] * FROZEN(3.0).number * len(list[int]((1, 2))), labelled.__orig_class__ is LABELLED
+
+    assert_agrees(program, torch.ones(2, requires_grad=True))
+
+
+def test_a_block_mask_is_made_inside_of_a_program():
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def program(x):
+        mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256, device="cpu")
+        return x * mask.to_dense(), mask.kv_num_blocks
+
+    assert_agrees(program, torch.ones(2, requires_grad=True))
+    assert "custom" not in torch.fx.traceback.current_meta

@@ -6,6 +6,7 @@ Also what thunder's record of a compiled program's dependencies holds, and what 
 from __future__ import annotations
 
 import sys
+import types
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -142,6 +143,8 @@ def _dispatch(
         return stock(compilectx, runtimectx, fn, *args, **kwargs)
     if isinstance(callee, torch.jit.ScriptModule) and not _is_program(fn):  # one operator, which gets its parameters
         return stock(compilectx, runtimectx, interpreter.wrap_const(run_opaque), _wrapped(fn), *args, **kwargs)
+    if type(callee) is types.GenericAlias:  # `dict[str, int]()`
+        return interpreter._interpret_call(_called_alias, fn, *args, **kwargs)
     if is_made_by_transform(callee):
         return interpreter._interpret_call(made_by_transform, fn, *args, **kwargs)
     if callee is _function_apply and args:  # unbound already, by the interpreter's LOAD_METHOD
@@ -161,6 +164,16 @@ def _dispatch(
         return jit_ext._general_jit_torch_autograd_function_apply_lookaside(owner, *args, **kwargs)
     rest = (owner, *args) if interpreter.unwrap(fn) is _function_apply else args
     return stock(compilectx, runtimectx, fn, *rest, **kwargs)
+
+
+def _called_alias(alias: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """What the call of a class with type arguments comes to; its ``__call__`` is that of the class."""
+    made = alias.__origin__(*args, **kwargs)
+    try:
+        made.__orig_class__ = alias
+    except (AttributeError, TypeError):  # as for a list, or what is frozen
+        return made
+    return made
 
 
 def _is_program(wrapped: Any) -> bool:
