@@ -5,6 +5,7 @@ import thunder
 import torch
 import torch.nn.functional as F
 from thunder.dynamo import thunderfx
+from torch._inductor.exc import InductorError
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
@@ -231,11 +232,24 @@ COMPLEX = {
 }
 
 
+def inductor_takes_complex_numbers():
+    """Whether it compiles a backward that multiplies by one: torch 2.7's does not, and gets it from thunderfx."""
+    torch._dynamo.reset()
+    try:
+        torch.compile(lambda x: x * 1j)(matrix()).sum().abs().backward()
+    except InductorError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("name", COMPLEX)
 @pytest.mark.parametrize("jit", [thunder.jit, thunderfx], ids=["jit", "thunderfx"])
 def test_gradients_of_complex_numbers_are_conjugated(name, jit):
     torch._dynamo.reset()
-    assert_same(COMPLEX[name], matrix(), jit=jit)
+    try:
+        assert_same(COMPLEX[name], matrix(), jit=jit)
+    except InductorError:
+        assert not inductor_takes_complex_numbers()
 
 
 def test_a_function_of_complex_numbers_beside_operations_on_them():

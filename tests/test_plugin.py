@@ -231,28 +231,36 @@ def test_numel_is_known_under_the_cache_of_symbolic_values():
     torch.testing.assert_close(x.grad, torch.full((2, 3), 100.0))
 
 
+class Unmaterialized(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.set_materialize_grads(False)
+        return x * 2, x > 0
+
+    @staticmethod
+    def backward(ctx, gradient, _):
+        return gradient * 100
+
+
+class Marked(Unmaterialized):
+    @staticmethod
+    def forward(ctx, x):
+        positive = x > 0
+        ctx.mark_non_differentiable(positive)
+        return x * 2, positive
+
+
 class TestDynamo:
     """What Dynamo does for another backend than thunder is PyTorch's own."""
 
-    @pytest.mark.parametrize("mark", ["set_materialize_grads", "mark_non_differentiable"])
-    def test_a_graph_breaks_for_thunder_alone(self, mark):
-        class Marked(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, x):
-                positive = x > 0
-                getattr(ctx, mark)(False if mark == "set_materialize_grads" else positive)
-                return x * 2, positive
-
-            @staticmethod
-            def backward(ctx, gradient, _):
-                return gradient * 100
-
+    @pytest.mark.parametrize("function", [Unmaterialized, Marked])
+    def test_a_graph_breaks_for_thunder_alone(self, function):
         x = torch.ones(3, requires_grad=True)
         torch._dynamo.reset()
-        whole = torch.compile(lambda x: Marked.apply(x)[0] * 3, backend="eager", fullgraph=True)
+        whole = torch.compile(lambda x: function.apply(x)[0] * 3, backend="eager", fullgraph=True)
         assert torch.equal(torch.autograd.grad(whole(x).sum(), x)[0], torch.full((3,), 300.0))
-        compiled = thunder.dynamo.thunderfx(lambda x: Marked.apply(x)[0] * 3, fullgraph=True)
-        if mark == "set_materialize_grads":
+        compiled = thunder.dynamo.thunderfx(lambda x: function.apply(x)[0] * 3, fullgraph=True)
+        if function is Unmaterialized:
             with pytest.raises(torch._dynamo.exc.Unsupported, match="it calls set_materialize_grads"):
                 compiled(x)
         else:

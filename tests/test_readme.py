@@ -22,6 +22,8 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```)?", README, re.DOTALL | re.MULTILINE)
 # Older Pythons say that a local variable is not bound in other words.
+# Thunder without hookkit knows no method `apply` that is not a Python one, as from torch 2.14.
+THUNDER_RUNS_FUNCTIONS = hasattr(torch.autograd.Function.apply, "__func__")
 IS_WHERE_THE_README_WAS_WRITTEN = torch.__version__.startswith("2.13.") and sys.version_info >= (3, 11)
 
 
@@ -111,7 +113,7 @@ def test_a_function_of_the_table_fails_as_it_says_without_hookkit(words, program
 def test_the_first_program_has_the_wrong_sign_without_hookkit(monkeypatch):
     names = run(BLOCKS[0][0], monkeypatch)[0]
     hookkit.disable()
-    if hasattr(torch.autograd.Function.apply, "__func__"):
+    if THUNDER_RUNS_FUNCTIONS:
         assert names["gradient"](thunder.jit(names["Reverse"].apply)).tolist() == [1.0, 1.0, 1.0]
     else:  # torch 2.14
         with pytest.raises(Exception, match="KeyError"):
@@ -138,7 +140,8 @@ def test_the_table_of_outcomes_counts_the_programs_of_the_contract():
     assert len(rows) == 4
     assert all(sum(int(row.split("|")[way]) for row in rows.values()) == count for way in (0, 1))
     found = len(cases.contract_of(ROOT).CASES)
-    assert 0.8 * found <= count <= found, "run make cases, and write its counts into README.md"
+    if hasattr(torch.autograd.Function, "boxed_grads_call"):  # torch 2.13; the contract has fewer programs without
+        assert 0.8 * found <= count <= found, "run make cases, and write its counts into README.md"
 
 
 def test_the_table_of_times_is_that_of_the_benchmark():
@@ -154,7 +157,7 @@ def test_the_table_of_times_is_that_of_the_benchmark():
 @pytest.mark.parametrize(
     ("pattern", "without", "with_hookkit"),
     [
-        ("handed on unchanged", "wrong", "right"),
+        ("handed on unchanged", "wrong" if THUNDER_RUNS_FUNCTIONS else "error", "right"),
         ("`mark_non_differentiable`", "error", "right"),
         ("shape depends on values", "error", "refused"),
         ("a wrong number of gradients", "right", "right"),
@@ -170,6 +173,7 @@ def test_make_cases_says_what_becomes_of_a_program(pattern, without, with_hookki
 def test_make_cases_prints_a_table_and_the_program(capsys):
     assert cases.main(["one-tuple", "--show"]) == 0
     printed = capsys.readouterr().out
-    assert "Arguments and results: a one-tuple stays a one-tuple\n    thunder       right" in printed
+    alone = "right" if THUNDER_RUNS_FUNCTIONS else "error"
+    assert f"Arguments and results: a one-tuple stays a one-tuple\n    thunder       {alone}" in printed
     assert "| def _():" in printed
-    assert "\nright            1             1 " in printed
+    assert f"\nright            {int(THUNDER_RUNS_FUNCTIONS)}             1 " in printed

@@ -29,6 +29,7 @@ def state(judged):
     return judged if isinstance(judged, str) else judged[0]
 
 
+@pytest.mark.filterwarnings("ignore:.*is deprecated:UserWarning")  # as the operators themselves say
 @pytest.mark.parametrize("name", SAMPLE)
 def test_an_operator_is_as_the_reference_says(name):
     found = sweep.judge_operator(OPERATORS[name], sweep.plain)

@@ -25,7 +25,7 @@ from torch._dynamo.variables.misc import AutogradFunctionContextVariable
 from hookkit import compat
 from hookkit.engine.dispatch.graphs import left_to_pytorch, operations_of
 from hookkit.engine.joint import transforms
-from hookkit.engine.pytorch.dynamo_graphs import is_once_differentiable, write_no_grad
+from hookkit.engine.pytorch.dynamo_graphs import drop_contexts, is_once_differentiable, write_no_grad
 from hookkit.mends.mend import Mend
 from hookkit.patch import Patch, around, around_method
 
@@ -51,6 +51,7 @@ def compile_graph(compiler: Any, stock: Callable[..., Any], graph: Any, sample_a
         left = left_to_pytorch.setdefault(compiler, [])
         left.append((len(compiler.subgraph_infos), operations_of(graph), reason))
         return graph.forward
+    drop_contexts(graph)
     return stock(compiler, graph, sample_args, **options)
 
 

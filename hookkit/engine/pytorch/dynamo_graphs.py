@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.fx import GraphModule, Node
 
-__all__ = ["as_function", "is_once_differentiable", "write_no_grad"]
+__all__ = ["as_function", "drop_contexts", "is_once_differentiable", "write_no_grad"]
 
 _ONCE = once_differentiable(lambda ctx: None).__code__
 
@@ -29,6 +29,19 @@ def write_no_grad(module: GraphModule) -> None:
         for value in (False, True):
             graph.call_function(switch, (value,))
     module.recompile()
+
+
+def drop_contexts(module: GraphModule) -> None:
+    """Take away the contexts that nothing uses, which an older Dynamo makes beside each Function; thunder knows none.
+
+    A graph inside of another, as of a checkpoint, would be left to inductor for one.
+    """
+    for inner in (m for m in module.modules() if isinstance(m, GraphModule)):
+        unused = [n for n in inner.graph.nodes if n.target is FunctionCtx and not n.users]
+        for node in unused:
+            inner.graph.erase_node(node)
+        if unused:
+            inner.recompile()
 
 
 def as_function(fwd: GraphModule, bwd: GraphModule) -> tuple[GraphModule, Callable[..., Any]]:
