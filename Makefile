@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test fuzz lint types layering docs site-check cases bench load peers matrix fresh dist clean
+.PHONY: help demo test test-all fuzz lint types layering docs site-check cases bench load peers matrix fresh dist clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -21,7 +21,10 @@ demo: $(INSTALLED)  ## run examples/digits.py
 	$(BIN)/python examples/digits.py
 
 # A file at a time, because the blocks of a page of the documentation share a namespace.
-test: $(INSTALLED)  ## run the tests
+test: $(INSTALLED)  ## run the tests, but for those that take long
+	$(BIN)/python -m pytest -n auto --dist loadfile -m 'not long'
+
+test-all: $(INSTALLED)  ## run all tests
 	$(BIN)/python -m pytest -n auto --dist loadfile
 
 fuzz: $(INSTALLED)  ## try random programs, for 30 minutes or as in: make fuzz MINUTES=5

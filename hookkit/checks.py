@@ -82,6 +82,8 @@ class Case:
         given: the arguments.
         names: a name for each of them.
         args: those that are compared with eager PyTorch; none requires grad if eager gives no gradients.
+        keywords: the names of those that are given by keyword.
+        compiled: the program that thunder compiles, one for all checks: it compiles again where that has to be.
     """
 
     subject: Any
@@ -91,6 +93,11 @@ class Case:
     names: Sequence[str]
     args: Sequence[Any]
     keywords: Sequence[str]
+    compiled: Callable[..., Any] = attrs.field(init=False, repr=False)
+
+    @compiled.default
+    def _compiled(self) -> Callable[..., Any]:
+        return thunder.jit(self.program)  # type: ignore[no-any-return]
 
     @classmethod
     def of(cls, subject: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Case:
@@ -136,7 +143,7 @@ class Case:
 
     def compare(self, args: Sequence[Any], cotangent: Cotangent | None = None, used: int | None = None) -> str | None:
         """The first difference between the program and what thunder compiles of it, in words."""
-        return self.difference(self.program, thunder.jit(self.program), args, cotangent, used)
+        return self.difference(self.program, self.compiled, args, cotangent, used)
 
     def difference(
         self,
@@ -183,8 +190,7 @@ def _numbers(case: Case) -> str | None:
     if not places:
         raise DoesNotApply("needs a number among the arguments")
     refused = []
-    jitted = thunder.jit(case.program)
-    jitted(*fresh(case.args))
+    case.compiled(*fresh(case.args))
     for place in places:
         others = [list(_with_number(case.args, place, n)) for n in _other_numbers(_at(case.args, place))]
         accepted = [o for o in others if _raised(functools.partial(case.program, *fresh(o))) is None]
@@ -192,7 +198,7 @@ def _numbers(case: Case) -> str | None:
         if not accepted:
             refused.append(label)
             continue
-        difference = case.difference(case.program, jitted, accepted[0])
+        difference = case.difference(case.program, case.compiled, accepted[0])
         if difference:
             return f"for {label}={_at(accepted[0], place)!r} instead of {_at(case.args, place)!r}: {difference}"
     if len(refused) == len(places):
@@ -244,11 +250,7 @@ def _inputs(case: Case) -> str | None:
 
 def _gradcheck(case: Case) -> str | None:
     _precise(case)
-    jitted = thunder.jit(case.program)
-
-    def differentiable(*given: Any) -> tuple[torch.Tensor, ...]:
-        return tuple(t for t in tensors_of(jitted(*given)) if t.requires_grad)
-
+    differentiable = _outputs_that_require_grad(case)
     try:
         torch.autograd.gradcheck(differentiable, tuple(fresh(case.given)), check_undefined_grad=False)
     except RuntimeError as error:  # torch's GradcheckError among them
@@ -259,11 +261,7 @@ def _gradcheck(case: Case) -> str | None:
 def _gradgradcheck(case: Case) -> str | None:
     """Whether the second derivative is that of the first: of the gradient, be that wrong on purpose or not."""
     _precise(case)
-    jitted = thunder.jit(case.program)
-
-    def differentiable(*given: Any) -> tuple[torch.Tensor, ...]:
-        return tuple(t for t in tensors_of(jitted(*given)) if t.requires_grad)
-
+    differentiable = _outputs_that_require_grad(case)
     why_not = _no_second_derivative(differentiable, list(fresh(case.given)))
     if why_not is not None:
         raise DoesNotApply(f"there is none: {why_not}")
@@ -272,6 +270,11 @@ def _gradgradcheck(case: Case) -> str | None:
     except RuntimeError as error:
         return first_line(error)
     return None
+
+
+def _outputs_that_require_grad(case: Case) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """The compiled program as finite differences take it."""
+    return lambda *given: tuple(t for t in tensors_of(case.compiled(*given)) if t.requires_grad)
 
 
 def _no_second_derivative(function: Callable[..., Any], given: Sequence[Any]) -> str | None:
@@ -331,8 +334,6 @@ def _each_output_alone(case: Case) -> str | None:
 
 
 def _under(case: Case, context: Callable[[], Any]) -> str | None:
-    jitted = thunder.jit(case.program)
-
     def inside(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*given: Any) -> Any:
             with context():
@@ -340,7 +341,7 @@ def _under(case: Case, context: Callable[[], Any]) -> str | None:
 
         return call
 
-    return case.difference(inside(case.program), inside(jitted), case.args)
+    return case.difference(inside(case.program), inside(case.compiled), case.args)
 
 
 def _opaque(case: Case) -> str | None:
@@ -358,7 +359,7 @@ def _meta(case: Case) -> str | None:
     if case.rule is None or case.rule.meta_provider is None:
         raise DoesNotApply("there is none")
     with use(case.rule.as_opaque(), without=[case.rule]):
-        thunder.jit(case.program)(*fresh(case.args))  # a MetaError says what differs
+        case.compiled(*fresh(case.args))  # a MetaError says what differs
     return None
 
 

@@ -322,7 +322,7 @@ def test_the_package_imports_the_hook_and_no_more():
 
 def test_importing_the_package_is_quick():
     source = "import time; start = time.perf_counter(); import hookkit; print(time.perf_counter() - start)"
-    assert min(float(python("-c", source, path=[ROOT])) for _ in range(3)) < 0.5
+    assert any(float(python("-c", source, path=[ROOT])) < 0.5 for _ in range(3))
 
 
 def test_every_public_name_is_there():
@@ -403,22 +403,13 @@ def test_thunder_imports_with_the_rules_and_leaves_torch_as_it_was(entry_point, 
     )
 
 
-def test_thunder_imported_before_torch_and_hookkit_gets_what_it_needs(entry_point):
+def test_thunder_imported_before_torch_and_hookkit_gets_stand_ins_that_do_not_become_methods_of_proxies(entry_point):
     real(
         """
         import thunder, torch
         assert not hasattr(torch.Tensor, "rename") or torch.__version__ < "2.13"
         import hookkit
         assert hookkit.is_enabled()
-        """,
-        entry_point,
-    )
-
-
-def test_stand_ins_for_tensor_methods_do_not_become_methods_of_proxies(entry_point):
-    real(
-        """
-        import thunder, torch
         from thunder.core.langctxs import Languages, resolve_language
         from thunder.torch.default_torch_ops import torch_auto_registered_ops
         for name in ("align_as", "align_to", "has_names", "refine_names", "rename"):
@@ -482,7 +473,7 @@ def test_the_entry_point_is_quick(entry_point):
     found.load()()
     print(time.perf_counter() - start)
     """
-    assert min(float(real(source, entry_point, TORCH_DEVICE_BACKEND_AUTOLOAD="0")) for _ in range(3)) < 0.05
+    assert any(float(real(source, entry_point, TORCH_DEVICE_BACKEND_AUTOLOAD="0")) < 0.05 for _ in range(3))
 
 
 def test_spawned_workers_of_a_data_loader_have_the_hook(entry_point):

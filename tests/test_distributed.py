@@ -18,6 +18,8 @@ from torch.autograd import Function
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+pytestmark = pytest.mark.long
+
 PROCESSES = 2
 BATCH = torch.linspace(-1, 1, 32).reshape(8, 4)
 

@@ -14,11 +14,12 @@ import hookkit
 
 SCENARIOS = load.scenarios()
 TIMES = {"compilations": 15, "steps": 200, "failures": 3}
+LONG = [name for name in SCENARIOS if name != "compilations, trace"]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # pytest would keep them, and they would be counted
 @pytest.mark.filterwarnings("ignore::hookkit.OpaqueFallbackWarning")
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n in LONG)) for n in SCENARIOS])
 def test_nothing_grows(name):
     action, _ = SCENARIOS[name]
     assert load.growth(action, TIMES[name.partition(",")[0]]) == {}

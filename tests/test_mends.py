@@ -119,6 +119,7 @@ NEEDS_A_MEND = ["tests/test_replay.py::test_a_global_that_the_program_changes_be
 WITHOUT = {**os.environ, "HOOKKIT_MENDS": "0"}
 
 
+@pytest.mark.long
 def test_the_framework_works_without_mends(request):
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *FRAMEWORK]
     command += [f"--deselect={test}" for test in NEEDS_A_MEND]

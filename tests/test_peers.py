@@ -4,9 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parent.parent / "scripts" / "peer_tests.py"
 
 
+@pytest.mark.long
 def test_thunders_tests_of_custom_functions_operators_and_checkpointing_pass_with_hookkit():
     command = [sys.executable, "-W", "ignore", str(SCRIPT), "--short"]
     done = subprocess.run(command, cwd=SCRIPT.parent.parent, capture_output=True, text=True, timeout=500)

@@ -128,7 +128,12 @@ def checked(program: Program, how: str) -> str:
         return "Dynamo alone differs"
 
 
-@pytest.mark.parametrize(("how", "examples"), [("traced", 20), ("opaque", 20), ("region", 8), ("thunderfx", 4)])
+# The same examples each time; the first of the longer runs are those of the shorter.
+SHORT = [("traced", 8), ("opaque", 6), ("region", 4), ("thunderfx", 2)]
+LONG = [("traced", 30), ("opaque", 30), ("region", 16), ("thunderfx", 8)]
+
+
+@pytest.mark.parametrize(("how", "examples"), [*SHORT, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)])
 def test_random_programs_agree(how, examples):
     @settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(programs())

@@ -364,7 +364,10 @@ class TestEntryPoints:
         install("good-rules", self.GOOD)
         monkeypatch.setenv("HOOKKIT_DISABLE_PLUGINS", named)
         assert [out for point, out in entry_points() if point.name == "good-rules-point"] == [True]
-        assert "good" not in self.run(self.NAMES)[0]
+
+    def test_what_is_left_out_is_not_registered(self, install):
+        install("good-rules", self.GOOD)
+        assert "good" not in self.run(self.NAMES, HOOKKIT_DISABLE_PLUGINS="good-rules")[0]
 
     def test_the_example_package_is_installed_and_its_rule_used(self, tmp_path):
         copytree(PLUGIN, tmp_path / "package")

@@ -81,12 +81,11 @@ def test_of_the_shipped_rules_none_is_missing_or_refuses_its_target():
     assert [rule for rule in hookkit.rules() if rule.misfits] == []
 
 
-@pytest.mark.parametrize("change", ["added", "reordered", "taken away"])
-def test_shipped_rules_and_a_torch_that_has_changed(change):
-    script = Path(__file__).with_name("newer_torch.py")
-    ran = subprocess.run([sys.executable, script, change], capture_output=True, text=True, check=False)
+def test_shipped_rules_and_a_torch_that_has_changed():
+    script, changes = Path(__file__).with_name("newer_torch.py"), ["added", "reordered", "taken away"]
+    ran = subprocess.run([sys.executable, script, *changes], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert ran.stdout.splitlines()[-1] == "as it should be"
+    assert ran.stdout.splitlines() == [f"{change}: as it should be" for change in changes]
 
 
 def test_rules_that_cannot_be_declared_are_an_error_at_each_call(monkeypatch):
