@@ -327,7 +327,7 @@ x = torch.ones(1, requires_grad=True)
 thunder.jit(lambda x: Scaled.apply(x))(x).sum().backward()
 print(x.grad.tolist())
 """,
-        stock="KeyError: 't1'",
+        stock="KeyError: ",
         eager="[20.0]",
         patches=(
             Patch(

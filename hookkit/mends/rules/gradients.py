@@ -334,14 +334,14 @@ print(x.grad)
     ),
     Mend(
         "clamp between tensors",
-        "`clamp` of a tensor that is equal to a bound gives the bound the gradient.",
+        "`clamp` of a tensor that is equal to a bound gives the bound all of the gradient.",
         program="""
 x, low = (torch.zeros(1, requires_grad=True) for _ in range(2))
 thunder.jit(lambda x, low: torch.clamp(x, min=low))(x, low).sum().backward()
-print(x.grad, low.grad)
+print(x.grad.item() > 0)
 """,
-        stock="tensor([0.]) tensor([1.])",
-        eager="tensor([1.]) tensor([0.])",
+        stock="False",
+        eager="True",
         rules=(clamp_to_tensors,),
     ),
     Mend(

@@ -137,10 +137,10 @@ print(thunder.jit(lambda x: (x * 2).requires_grad_(False))(torch.ones(1)).requir
         "`combinations`, `ctc_loss` and `linalg.lstsq` are refused, though the shapes of their results "
         "follow from the arguments.",
         program="""
-print(thunder.jit(torch.combinations)(torch.arange(3)).tolist())
+print(thunder.jit(torch.linalg.lstsq)(torch.eye(2), torch.ones(2, 1)).solution.tolist())
 """,
         stock="DynamicOutputShapeException",
-        eager="[[0, 1], [0, 2], [1, 2]]",
+        eager="[[1.0], [1.0]]",
         rules=(combinations, ctc_loss, linalg_lstsq),
     ),
     Mend(
