@@ -318,7 +318,7 @@ def nodes_need_owners() -> bool:
 def clamp_has_gradient_at_bounds() -> bool:
     """Whether ``torch.clamp`` hands the gradient on where the input is at a bound that is a number.
 
-    It does up to torch 2.13, and from 2.14 on it is zero there. Delete this when the oldest supported torch is of those.
+    It does up to torch 2.13; from 2.14 on it is zero there. Delete this when the oldest supported torch is of those.
     """
     with torch.inference_mode(False), torch.enable_grad():
         x = torch.ones((), requires_grad=True)
