@@ -53,6 +53,7 @@ MENDS: dict[str, dict[str, Any]] = {
     "hookkit.mends.data_dependence": _ALL,
     "hookkit.mends.tensor_identity": _ALL,
     "hookkit.mends.iterators": _ALL,
+    "hookkit.mends.containers": _ALL,
     "hookkit.mends.partials": _ALL,
     "hookkit.mends.fast_paths": _SPEED,
     "hookkit.mends.dynamo": _THUNDERFX,

@@ -28,7 +28,7 @@ def structure_of(tree: Any) -> Any:
     if isinstance(tree, dict):
         return {k: structure_of(v) for k, v in tree.items()}
     if isinstance(tree, tuple | list):
-        return type(tree)(structure_of(v) for v in tree)
+        return type(tree), [structure_of(v) for v in tree]
     return tree
 
 

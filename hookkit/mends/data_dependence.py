@@ -32,6 +32,11 @@ CONVERSIONS = {
     "__index__": "a Python int",
     "__int__": "a Python int",
 }
+# What Python takes of a number, and the parameters of thunder's.
+PARTS = {
+    **dict.fromkeys(("__ceil__", "__floor__", "__round__", "__trunc__"), ("a rounded Python number", "self")),
+    **dict.fromkeys(("__divmod__", "__rdivmod__"), ("a Python quotient and remainder", "self, other")),
+}
 
 
 # The interpreter would interpret them, as it does what is called by a tensor's methods.
@@ -231,6 +236,10 @@ print(thunder.jit(f)(torch.ones(1)).tolist())
                 takes=("self",),
             ),
             Patch("thunder.core.proxies:NumberProxy.__format__", _formatted, _LATE, adds=True),
+            *(
+                Patch(f"thunder.core.proxies:NumberProxy.{name}", _of_number(name, use), _LATE, takes=(taken,))
+                for name, (use, taken) in PARTS.items()
+            ),
         ),
     ),
     Mend(

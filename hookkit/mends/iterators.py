@@ -30,7 +30,9 @@ def iterator_lookaside(function: Any, args: tuple[Any, ...]) -> Callable[..., An
 
 
 def _is_python(called: Any) -> bool:
-    is_builtin = called is None or isinstance(called, type | BuiltinFunctionType)
+    is_builtin = called is None or isinstance(called, type)
+    if isinstance(called, BuiltinFunctionType):  # one of torch's, for which there may be a rule, belongs to no module
+        is_builtin = called.__self__ is not None
     return not is_builtin or compat.function_owner(called) is not None
 
 
