@@ -54,6 +54,7 @@ MENDS: dict[str, dict[str, Any]] = {
     "hookkit.mends.tensor_identity": _ALL,
     "hookkit.mends.iterators": _ALL,
     "hookkit.mends.containers": _ALL,
+    "hookkit.mends.generators": _ALL,
     "hookkit.mends.partials": _ALL,
     "hookkit.mends.fast_paths": _SPEED,
     "hookkit.mends.dynamo": _THUNDERFX,

@@ -1,8 +1,8 @@
 """Compiles, runs, fails and drops programs, over and over, and counts what stays alive: ``python scripts/load.py``.
 
-What is counted are the objects that Python's garbage collector knows, by type, and the entries of the tables that
-hookkit and thunder keep. Memory is not: an allocator's figure neither proves a leak nor the absence of one. The tests
-run the same in a short form.
+What is counted are the objects that Python's garbage collector knows, by type, the entries of the tables that hookkit
+and thunder keep, and the files that are open. Memory is shown, and does not count: an allocator's figure neither proves
+a leak nor the absence of one. The tests run the same in a short form.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ from __future__ import annotations
 import argparse
 import gc
 import linecache
+import os
 import sys
+import threading
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sized
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -52,7 +55,18 @@ def alive() -> Counter[str]:
         if name.partition(".")[0] in ("hookkit", "thunder"):
             for attribute, value in list(vars(module).items()):
                 _count_entries(found, f"{name}.{attribute}", value)
+    if os.path.isdir("/dev/fd"):
+        found["entries of the table of open files"] = len(os.listdir("/dev/fd"))
     return found
+
+
+def resident() -> float:
+    """The megabytes of memory that the process has, where Linux says it."""
+    try:
+        with open("/proc/self/statm") as said:
+            return int(said.read().split()[1]) * os.sysconf("SC_PAGESIZE") / 1e6
+    except OSError:
+        return float("nan")
 
 
 def _count_entries(found: Counter[str], name: str, value: Any) -> None:
@@ -172,6 +186,89 @@ def step(mode: str) -> Callable[[], None]:
         with in_force(rule):
             compiled(x).sum().backward()
         _check(compiled.weight.grad, 200 * x**2 * compiled.weight)
+        if thunder.cache_misses(compiled) != 1:
+            raise AssertionError(f"compiled {thunder.cache_misses(compiled)} times")
+
+    return action
+
+
+def together(work: Callable[[int], None], threads: int = 16) -> None:
+    """Call something in threads that begin at once, with the number of each thread."""
+    barrier = threading.Barrier(threads)
+
+    def begin(number: int) -> None:
+        barrier.wait()
+        work(number)
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(begin, range(threads)))
+
+
+def in_threads(mode: str) -> Callable[[], None]:
+    """An action: sixteen threads compile, run and drop programs of their own, and take steps of one that they share."""
+    one = compilation(mode)
+    function, rule = scaled(mode)
+    shared = thunder.jit(lambda x, scale: function.apply(x * scale) * 2)
+    with in_force(rule):  # threads that called it first, all at once, would each compile it
+        shared(torch.ones(4, requires_grad=True), torch.tensor(1.0)).sum().backward()
+
+    def work(number: int) -> None:
+        one()
+        for _ in range(10):
+            x = torch.linspace(-1, 1, 4, requires_grad=True)
+            with in_force(rule):
+                shared(x, torch.tensor(float(number))).sum().backward()
+            _check(x.grad, 200 * x * number**2)
+
+    def action() -> None:
+        together(work)
+        if thunder.cache_misses(shared) != 1:
+            raise AssertionError(f"compiled {thunder.cache_misses(shared)} times")
+
+    return action
+
+
+class Gradients(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """Gradients that a worker of a DataLoader computes: of a program that it compiles, and of one that it was given."""
+
+    def __init__(self, mode: str, given: Any = None) -> None:
+        self.mode = mode
+        self.given = given
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        torch.set_num_threads(1)
+        compilation(self.mode)()
+        if self.given is not None:
+            x = torch.linspace(-1, 1, 4, requires_grad=True)
+            self.given(x).sum().backward()
+            _check(x.grad, 200 * x)
+        return index
+
+
+def workers(mode: str, method: str) -> Callable[[], None]:
+    """An action: two workers of a DataLoader compile and run programs while the main process does.
+
+    Args:
+        mode: ``"trace"`` or ``"opaque"``.
+        method: how the workers are started, ``"fork"`` or ``"spawn"``. Those that are forked are given a program that is
+            compiled.
+    """
+    function, _ = scaled("trace")
+    given = thunder.jit(lambda x: function.apply(x) * 2)
+    given(torch.ones(4, requires_grad=True)).sum().backward()
+    data = Gradients(mode, given if method == "fork" else None)
+
+    def action() -> None:
+        indices: list[int] = []
+        for batch in torch.utils.data.DataLoader(
+            data, batch_size=2, num_workers=2, multiprocessing_context=method, collate_fn=list
+        ):
+            compilation(mode)()
+            indices += batch
+        assert indices == [0, 1, 2, 3]
 
     return action
 
@@ -196,13 +293,16 @@ def failures(mode: str) -> Callable[[], None]:
     return action
 
 
-def scenarios() -> dict[str, tuple[Callable[[], None], int]]:
-    """Each action by name, with how much cheaper it is than a compilation."""
-    found: dict[str, tuple[Callable[[], None], int]] = {}
+def scenarios() -> dict[str, tuple[Callable[[], None], float]]:
+    """Each action by name, with how often it is repeated for each compilation."""
+    found: dict[str, tuple[Callable[[], None], float]] = {}
     for mode in ("trace", "opaque"):
         found[f"compilations, {mode}"] = (compilation(mode), 1)
-        found[f"steps, {mode}"] = (step(mode), 20)
-        found[f"failures, {mode}"] = (failures(mode), 1)
+        found[f"steps, {mode}"] = (step(mode), 50)
+        found[f"failures, {mode}"] = (failures(mode), 0.1)
+        found[f"16 threads, {mode}"] = (in_threads(mode), 1 / 32)
+        found[f"workers, fork, {mode}"] = (workers(mode, "fork"), 0.02)
+        found[f"workers, spawn, {mode}"] = (workers(mode, "spawn"), 0.002)
     return found
 
 
@@ -218,14 +318,16 @@ def main() -> int:
     options = parser.parse_args()
     warnings.simplefilter("ignore", hookkit.OpaqueFallbackWarning)
     leaks = 0
-    for name, (action, cheaper) in scenarios().items():
+    for name, (action, share) in scenarios().items():
         if options.only not in name:
             continue
-        times = options.compilations * cheaper
-        begun = time.process_time()
+        times = max(1, round(options.compilations * share))
+        action()
+        begun, before = time.process_time(), resident()
         more = growth(action, times)
         leaks += bool(more)
-        print(f"{name:32} {times:6} times, {time.process_time() - begun:7.1f} s: {more or 'nothing grows'}", flush=True)
+        spent = f"{time.process_time() - begun:7.1f} s, {before:5.0f} to {resident():5.0f} MB"
+        print(f"{name:24} {times:6} times, {spent}: {more or 'nothing grows'}", flush=True)
     return 1 if leaks else 0
 
 

@@ -1,6 +1,6 @@
-"""Attributes that a program assigns to its modules: thunder writes some back after the program, and loses others.
+"""Attributes that a program assigns to its modules and objects: thunder writes some back afterwards, and loses others.
 
-It forgets those of the outermost module, and all but the first that a program assigns to one module.
+It forgets those of the outermost module, and all but the first assignment of a program to one object.
 """
 
 from __future__ import annotations
@@ -35,16 +35,18 @@ _WRITABLE = (Proxy, int, float, tuple, NoneType, Device)
 
 
 def assign(stock: Callable[..., Any], obj: Any, name: Any, value: Any) -> Any:
-    """``object.__setattr__`` of a module that has been assigned to before: noted, as the first time.
+    """``object.__setattr__`` of an object that has been assigned to before: noted, as the first time.
 
     Args:
         stock: ``_general_jit_object_setattr_lookaside`` in thunder/core/jit_ext.py. At the first time it replaces the
-            module's ``__dict__``, and does not know the replacement afterwards.
-        obj: the wrapped module.
+            object's ``__dict__``, and does not know the replacement afterwards.
+        obj: the wrapped object.
         name: the wrapped name of the attribute.
         value: the wrapped value.
     """
-    if not isinstance(unwrap(obj), torch.nn.Module) or jit_ext.is_created_during_tracing(obj.provenance):
+    plain = unwrap(obj)
+    is_noted = hasattr(plain, "__dict__") and type(plain) not in jit_ext._TORCH_DYNAMIC_TYPES
+    if not is_noted or jit_ext.is_created_during_tracing(obj.provenance):
         return stock(obj, name, value)
     attributes = _interpret_call(getattr, obj, wrap_const("__dict__"))
     if attributes is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
@@ -96,8 +98,8 @@ def _are_attributes(provenance: Any) -> bool:
 def _check(name: str, value: Any) -> None:
     if not isinstance(value, _WRITABLE):
         raise HookError(
-            f"the program assigns an object of the class {type(value).__name__} to the attribute {name!r} of a module, "
-            "which a compiled program cannot. Assign tensors or numbers, or do it outside of the compiled program."
+            f"the program assigns an object of the class {type(value).__name__} to the attribute {name!r} of a module or "
+            "an object, which a compiled program cannot. Assign tensors or numbers, or do it outside of the compiled program."
         )
 
 
@@ -151,8 +153,8 @@ print([compiled(torch.ones(())).item() for _ in range(3)], float(module.total))
         ),
     ),
     Mend(
-        "several attributes of a module",
-        "Of the attributes that a program assigns to one module, all but the first are lost.",
+        "several assignments to one object",
+        "Of what a program assigns to the attributes of one object, a module say, all but the first is lost.",
         program="""
 class Remembers(torch.nn.Module):
     def forward(self, x):
