@@ -567,9 +567,20 @@ def test_an_application_inside_generators_comprehensions_and_reduce():
     def program(x, y):
         rows = torch.stack([apply(row) for row in x.unbind(0)])
         pair = tuple(apply(t) for t in (x, y))
-        return *pair, functools.reduce(lambda a, b: a + apply(b), [x, y, x * 2]), rows
+        sums = itertools.accumulate([x, y], lambda a, b: a + apply(b))
+        return *pair, functools.reduce(lambda a, b: a + apply(b), [x, y, x * 2]), rows, *sums
 
     assert_same(program, vector(), vector())
+
+
+def test_an_application_inside_reduce_and_accumulate_over_what_is_given():
+    apply = sine().apply
+
+    def program(items):
+        sums = itertools.accumulate(items, func=lambda a, b: a * apply(b))
+        return functools.reduce(lambda a, b: a + apply(b), items), tuple(sums), max(items, key=lambda t: t.shape[0])
+
+    assert_same(program, (vector(), vector(), vector()))
 
 
 def test_classes_made_inside_the_program_close_over_its_values():

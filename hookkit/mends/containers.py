@@ -31,6 +31,7 @@ from hookkit.engine.trace.composite import make_symbol
 from hookkit.engine.values.wrapping import as_torch_names, is_container, leaves, unwrap_arguments, wrap_result
 from hookkit.errors import HookError
 from hookkit.mends.data_dependence import refusal
+from hookkit.mends.iterators import is_python
 from hookkit.mends.mend import Mend
 from hookkit.patch import Patch, around
 
@@ -45,6 +46,7 @@ _READERS = frozenset(
         *(itertools.chain.from_iterable, operator.itemgetter.__call__, operator.attrgetter.__call__),
     }
 )
+_GETTERS = (operator.itemgetter, operator.attrgetter)
 _VIEWS: tuple[type[Any], ...] = (type({}.values()), type({}.items()), MappingValuesWrapper, MappingItemsWrapper)
 
 
@@ -52,6 +54,8 @@ def reader(function: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
     """What stands for a function of Python's that reads items of containers, if there are tensors among them."""
     if not args or not _reads(function) or not any(map(_holds_tensors, args)):
         return None
+    if any(callable(a.value) and not isinstance(a.value, _GETTERS) and is_python(a.value) for a in args):
+        return None  # what it calls is interpreted
     return partial(_read, function)
 
 

@@ -1,4 +1,4 @@
-"""Iterators of Python's that call what they are given (``map``, ``filter``, ``itertools.starmap``), or are unpacked.
+"""Iterators of Python's that call what they are given (``map``, ``itertools.accumulate``), or are unpacked.
 
 thunder runs them outside of its interpreter, and with them whatever they call: a custom Function would run with proxies
 and lose its backward. Delete an entry when thunder's own table of lookasides has it.
@@ -7,6 +7,7 @@ and lose its backward. Delete an entry when thunder's own table of lookasides ha
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable
 from types import BuiltinFunctionType
 from typing import Any
@@ -18,18 +19,21 @@ from hookkit.engine.dispatch.extensions import Extension
 from hookkit.mends.mend import Mend
 from hookkit.patch import Patch, around
 
-__all__ = ["MENDS", "iterator_lookaside", "unpack_into_call"]
+__all__ = ["MENDS", "is_python", "iterator_lookaside", "unpack_into_call"]
 
 
 def iterator_lookaside(function: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
     """What to interpret instead of an iterator, if what it calls is Python code."""
+    if function is itertools.accumulate:
+        return lambda *given, **named: _interpret_call(_accumulate, *given, **named)
     interpreted = _INTERPRETED.get(function) if isinstance(function, type) else None
-    if interpreted is None or not args or not _is_python(args[0].value):
+    if interpreted is None or not args or not is_python(args[0].value):
         return None
     return lambda *given: _interpret_call(interpreted, *given)
 
 
-def _is_python(called: Any) -> bool:
+def is_python(called: Any) -> bool:
+    """Whether what calls this has to be interpreted: it is code in Python, or may be what a rule is for."""
     is_builtin = called is None or isinstance(called, type)
     if isinstance(called, BuiltinFunctionType):  # one of torch's, for which there may be a rule, belongs to no module
         is_builtin = called.__self__ is not None
@@ -50,6 +54,21 @@ def _filter(function: Any, iterable: Any) -> Any:
 def _starmap(function: Any, iterable: Any) -> Any:
     for args in iterable:
         yield function(*args)
+
+
+def _accumulate(iterable: Any, func: Any = operator.add, *, initial: Any = None) -> Any:
+    items = iter(iterable)
+    if initial is None:
+        try:
+            total = next(items)
+        except StopIteration:
+            return
+    else:
+        total = initial
+    yield total
+    for item in items:
+        total = func(total, item)
+        yield total
 
 
 _INTERPRETED: dict[type[Any], Callable[..., Any]] = {map: _map, filter: _filter, itertools.starmap: _starmap}
