@@ -50,7 +50,7 @@ cases: $(INSTALLED)  ## run the contract's programs with hookkit and without it,
 	$(BIN)/python scripts/cases.py
 
 bench: $(INSTALLED)  ## run every benchmarks/bench_*.py; figures also as JSON in build/bench
-	set -e; for name in compile step registry; do \
+	set -e; for name in compile step region registry; do \
 		$(BIN)/python benchmarks/bench_$$name.py --json build/bench/$$name.json; done
 
 load: $(INSTALLED)  ## compile, run and drop programs thousands of times, and count what stays

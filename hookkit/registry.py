@@ -357,9 +357,10 @@ class Registry:
     def fingerprint(self) -> str:
         """A string that differs between contexts in which different rules, or modes, are in force."""
         self.load()
-        for declaration in list(self.unfinished):
-            self.unfinished.discard(declaration)
-            declaration.warn()
+        if self.unfinished:  # asked at each step, where going through a WeakSet costs more than all the rest
+            for declaration in list(self.unfinished):
+                self.unfinished.discard(declaration)
+                declaration.warn()
         return f"{self.current().fingerprint};{modes.fingerprint()}"
 
     def matching(self, callable_: Callable[..., Any], function: type[Any] | None) -> bool:

@@ -83,7 +83,10 @@ def connect(stock: Callable[..., Any], **connection: Any) -> Any:
 
 
 def _functions(others: Sequence[Any] | None) -> Functions | None:
-    return next((o for o in reversed(others or ()) if isinstance(o, Functions)), None)
+    for other in reversed(others or ()):  # at each step, twice: no generator
+        if type(other) is Functions:
+            return other
+    return None
 
 
 def backward(stock: Callable[..., Any], ctx: Any, *gradients: Any) -> Any:
