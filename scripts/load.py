@@ -253,8 +253,8 @@ def workers(mode: str, method: str) -> Callable[[], None]:
 
     Args:
         mode: ``"trace"`` or ``"opaque"``.
-        method: how the workers are started, ``"fork"`` or ``"spawn"``. Those that are forked are given a program that is
-            compiled.
+        method: how the workers are started, ``"fork"`` or ``"spawn"``. Those that are forked are given a program that
+            is compiled.
     """
     function, _ = scaled("trace")
     given = thunder.jit(lambda x: function.apply(x) * 2)
@@ -294,12 +294,19 @@ def failures(mode: str) -> Callable[[], None]:
 
 
 def scenarios() -> dict[str, tuple[Callable[[], None], float]]:
-    """Each action by name, with how often it is repeated for each compilation."""
+    """Each action of one thread by name, with how often it is repeated for each compilation."""
     found: dict[str, tuple[Callable[[], None], float]] = {}
     for mode in ("trace", "opaque"):
         found[f"compilations, {mode}"] = (compilation(mode), 1)
         found[f"steps, {mode}"] = (step(mode), 50)
         found[f"failures, {mode}"] = (failures(mode), 0.1)
+    return found
+
+
+def at_once() -> dict[str, tuple[Callable[[], None], float]]:
+    """The same for actions of several threads or processes."""
+    found: dict[str, tuple[Callable[[], None], float]] = {}
+    for mode in ("trace", "opaque"):
         found[f"16 threads, {mode}"] = (in_threads(mode), 1 / 32)
         found[f"workers, fork, {mode}"] = (workers(mode, "fork"), 0.02)
         found[f"workers, spawn, {mode}"] = (workers(mode, "spawn"), 0.002)
@@ -318,7 +325,7 @@ def main() -> int:
     options = parser.parse_args()
     warnings.simplefilter("ignore", hookkit.OpaqueFallbackWarning)
     leaks = 0
-    for name, (action, share) in scenarios().items():
+    for name, (action, share) in (scenarios() | at_once()).items():
         if options.only not in name:
             continue
         times = max(1, round(options.compilations * share))

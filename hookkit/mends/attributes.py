@@ -98,8 +98,9 @@ def _are_attributes(provenance: Any) -> bool:
 def _check(name: str, value: Any) -> None:
     if not isinstance(value, _WRITABLE):
         raise HookError(
-            f"the program assigns an object of the class {type(value).__name__} to the attribute {name!r} of a module or "
-            "an object, which a compiled program cannot. Assign tensors or numbers, or do it outside of the compiled program."
+            f"the program assigns an object of the class {type(value).__name__} to the attribute {name!r} of a module "
+            "or an object, which a compiled program cannot. Assign tensors or numbers, or do it outside of the "
+            "compiled program."
         )
 
 
