@@ -19,6 +19,9 @@ from hypothesis import strategies as st
 
 __all__ = ["Call", "Program", "programs"]
 
+# What is asked of a program.
+DERIVATIVES = ["first"] * 4 + ["second"] * 4 + ["torch.func.grad", "torch.vmap"]
+
 SHAPES = [(3,), (3,), (2, 3), (3, 3), (1, 3), (), (1,), (0,), (0, 3), (2, 1, 3)]
 DTYPES = [torch.float64] * 4 + [torch.float32, torch.int64, torch.bool]
 
@@ -87,6 +90,21 @@ IN_PLACE = [
 STATIC = ["k > 2", "isinstance(k, int)", "{a}.ndim > 1", "{a}.numel() == 3", "{a}.dtype == torch.float64"]
 MODES = ["torch.is_grad_enabled()", "{a}.requires_grad"]
 VALUES = ["{a}.sum() > 0", "({a} > 0).any()", "{a}.sum().item() > 0", "bool(({a} < 0.5).all())"]
+# Transforms of a function f of one tensor, which may use others, too.
+TRANSFORMS = [
+    "torch.func.grad(lambda r: {f}(r).sum())({a})",
+    "torch.func.grad(torch.func.grad(lambda r: {f}(r).sum()))({a})",
+    "torch.func.vjp({f}, {a})[1]({f}({a}))[0]",
+    "torch.func.jvp({f}, ({a},), ({a} * 2,))[1]",
+    "torch.func.jacrev({f})({a})",
+    "torch.func.jacfwd({f})({a})",
+    "torch.vmap({f})({a})",
+    "torch.vmap(torch.func.grad(lambda r: {f}(r).sum()))({a})",
+    "torch.autograd.functional.vjp({f}, {a}, {f}({a}).detach(), create_graph=True)[1]",
+    "torch.autograd.functional.jacobian({f}, {a}, create_graph=True)",
+    "torch.autograd.grad({f}({a}).sum(), {a}, create_graph=True)[0] if {a}.requires_grad else {a}",
+    "torch.autograd.grad({f}({a}), {a}, {a} * 2)[0] if {a}.requires_grad else {a}",
+]
 CONSTANTS = ["2", "0.5", "None", "'sum'", "(1, 2)", "True", "{'n': 2}", "torch.float64", "torch.sin"]
 
 
@@ -166,11 +184,25 @@ def statement(scope: Scope, kinds: list[str], templates: list[str], temporaries:
         scope.add(f"{new} = torch.as_tensor(np.sin({scope.fill('{a}')}.detach().numpy()))")
     elif kind == "container":
         scope.add(f"kept = [{scope.fill('{a}')}, {scope.fill('{a}')}]", f"{new} = kept[0] * 2 + kept.pop()")
+    elif kind == "transform":
+        transform(scope, new)
     elif kind == "call":
         apply(scope, new)
         temporaries.update(n for n in scope.names if n.startswith(f"{new}_"))
     if new in scope.names:
         temporaries.add(new)
+
+
+def transform(scope: Scope, new: str) -> None:
+    """Transform a function of one tensor, which may apply a Function, and call it."""
+    functions = [v for v in scope.names.values() if isinstance(v, Defined)]
+    inner = scope.fill(scope.pick([*SMOOTH, *BINARY, "{a}.sum() * {b}"]), ["r"])
+    if functions and scope.chance(2):
+        function = scope.draw(st.sampled_from(functions))
+        given = [scope.pick(["r", *scope.tensors()]) if p.tensor else p.text(scope) for p in function.parameters]
+        inner = scope.pick(["{r} * r", "{r}", "{r}.sin()"]).replace("{r}", f"{function.name}.apply({', '.join(given)})")
+    text = scope.pick(TRANSFORMS).replace("{a}", scope.pick(scope.tensors())).replace("{f}", f"{new}_of")
+    scope.add(f"{new}_of = lambda r: {inner}", f"{new} = {text}")
 
 
 def shares(tensor: torch.Tensor, others: list[torch.Tensor]) -> bool:
@@ -244,8 +276,8 @@ FORWARD_KINDS = ["expression"] * 8 + ["in place"] * 3 + ["static", "mode", "loop
 OPAQUE_KINDS = ["value", "item", "numpy"]
 
 
-def define(draw: Any, name: str, world: dict[str, Any], serials: Any) -> list[str]:
-    """The source of a Function, which it defines in ``world``."""
+def define(draw: Any, name: str, world: dict[str, Any], serials: Any, transformable: bool) -> list[str]:
+    """The source of a Function, which it defines in ``world``; for transforms if it is to be ``transformable``."""
     parameters = [Parameter("x0", example(draw, dtype=torch.float64), True)]
     for i in range(1, draw(st.integers(1, 3))):
         parameters.append(Parameter(f"x{i}", example(draw), True))
@@ -257,7 +289,7 @@ def define(draw: Any, name: str, world: dict[str, Any], serials: Any) -> list[st
         parameters.append(Parameter("xs", [example(draw), example(draw)], False, "[]"))
     parameters = draw(st.permutations(parameters))
     names = [p.name for p in parameters]
-    separate = draw(st.integers(1, 4)) == 4
+    separate = transformable or draw(st.integers(1, 4)) == 4
     ctx = types.SimpleNamespace(needs_input_grad=(True,) * len(parameters))
     known = dict(world, **{p.name: clone(p.value) for p in parameters})
     scope = Scope(draw, dict(known) if separate else dict(known, ctx=ctx), serials)
@@ -301,6 +333,7 @@ def define(draw: Any, name: str, world: dict[str, Any], serials: Any) -> list[st
             after.lines.append("ctx.set_materialize_grads(False)")
         backward = differentiate(draw, after, parameters, outs, saved, materialize, world)
     if separate:
+        head.insert(1, f"    generate_vmap_rule = {transformable}")
         text = [f"    def forward({', '.join(names)}):", *indented(scope.lines), f"        return {output}", ""]
         text += ["    @staticmethod", "    def setup_context(ctx, inputs, output):", *indented(after.lines)]
     else:
@@ -468,6 +501,7 @@ class Program:
         aliases: for each input the earlier one that is the same tensor, or itself.
         calls: the calls, in order.
         used: of which outputs the gradient is taken, in turn.
+        derivative: what is asked of it: gradients, gradients of gradients, or what a transform makes of it.
     """
 
     source: str
@@ -476,10 +510,12 @@ class Program:
     aliases: list[int]
     calls: list[Call]
     used: list[bool]
+    derivative: str = "first"
 
     def __repr__(self) -> str:
         calls = "\n".join(f"# {c}" for c in self.calls)
-        return f"{self.source}\n# inputs: {self.inputs}, aliases {self.aliases}, gradients of {self.used}\n{calls}\n"
+        given = f"# inputs: {self.inputs}, aliases {self.aliases}, gradients of {self.used}, {self.derivative}"
+        return f"{self.source}\n{given}\n{calls}\n"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """How hypothesis prints it."""
@@ -506,6 +542,7 @@ class Program:
 
 _loaded = itertools.count()
 PROGRAM_KINDS = ["call"] * 3 + ["expression"] * 5 + ["in place", "loop", "static", "mode", "grad mode", "container"]
+PROGRAM_KINDS += ["transform"] * 5
 
 
 @st.composite
@@ -514,9 +551,11 @@ def programs(draw: Any) -> Program:
     world: dict[str, Any] = {"torch": torch, "np": np, "k": 2}
     serials = itertools.count()
     lines = ["import numpy as np", "import torch", "", ""]
+    derivative = draw(st.sampled_from(DERIVATIVES))
+    transformable = derivative.startswith("torch") or draw(st.integers(1, 4)) == 4
     functions = [f"F{i}" for i in range(draw(st.sampled_from([1, 1, 2, 2, 3])))]
     for name in functions:
-        lines += define(draw, name, world, serials)
+        lines += define(draw, name, world, serials, transformable)
     count = draw(st.integers(1, 3))
     inputs = [
         (tuple(e.shape), e.dtype)
@@ -560,4 +599,4 @@ def programs(draw: Any) -> Program:
     if draw(st.integers(1, 4)) == 4:
         calls.append(Call(20, draw(grads), draw(st.sampled_from([2, 3, 2.5]))))
     used = draw(st.lists(st.integers(1, 4).map(lambda n: n < 4), min_size=1, max_size=3))
-    return Program("\n".join(lines) + "\n", functions, inputs, aliases, calls, used)
+    return Program("\n".join(lines) + "\n", functions, inputs, aliases, calls, used, derivative)

@@ -46,13 +46,18 @@ COMPILERS = {
 def observe(function: Any, program: Program, call: Call, parameters: list[Any]) -> dict[str, Any]:
     """Call a program, and take gradients of the outputs that are to be used; what there is afterwards, by name."""
     arguments = program.arguments(call)
+    if program.derivative.startswith("torch"):
+        return transformed(function, program.derivative, *arguments)
     output = function(*arguments)
-    used = itertools.cycle(program.used)
-    roots = [t for t in tensors_of(output) if t.requires_grad and next(used)]
-    if roots:
-        torch.autograd.backward(roots, [uneven(r) for r in roots])
     inputs = list(tensors_of(arguments))
     seen = {"structure of the output": structure_of(output)}
+    used = itertools.cycle(program.used)
+    roots = [t for t in tensors_of(output) if t.requires_grad and next(used)]
+    if roots and program.derivative == "second":
+        leaves = [t for t in dict.fromkeys([*inputs, *parameters]) if t.requires_grad]
+        seen.update(differentiated_twice(roots, leaves))
+    elif roots:
+        torch.autograd.backward(roots, [uneven(r) for r in roots])
     for kind, tensors in (("output", tensors_of(output)), ("input", inputs)):
         seen.update({f"{kind} {i}": t.detach().clone() for i, t in enumerate(tensors)})
     for i, leaf in enumerate((*inputs, *parameters)):
@@ -60,6 +65,40 @@ def observe(function: Any, program: Program, call: Call, parameters: list[Any]) 
     for parameter in parameters:
         parameter.grad = None
     return seen
+
+
+def differentiated_twice(roots: list[torch.Tensor], leaves: list[torch.Tensor]) -> dict[str, Any]:
+    """Take gradients with a graph, and gradients of these: the first ones, and whether the second ones raise."""
+    cotangents = [uneven(r).requires_grad_() for r in roots]
+    gradients = torch.autograd.grad(roots, leaves, cotangents, create_graph=True, allow_unused=True)
+    seen = {f"first gradient {i}": g if g is None else g.detach() for i, g in enumerate(gradients)}
+    again = [g for g in gradients if g is not None and g.requires_grad]
+    seen["structure of the first gradients"] = structure_of(gradients)
+    try:
+        if again:
+            torch.autograd.backward(again, [uneven(g) for g in again])
+    except RuntimeError as error:
+        if isinstance(error, hookkit.HookError) and any(re.search(m, str(error)) for m in REFUSED.values()):
+            raise
+        seen["second gradients"] = "raise"
+    for i, cotangent in enumerate(cotangents):
+        seen[f"gradient of cotangent {i}"] = cotangent.grad
+    return seen
+
+
+def transformed(function: Any, transform: str, first: torch.Tensor, *others: Any) -> dict[str, Any]:
+    """What a transform makes of a program, taken as a function of its first argument."""
+
+    def loss(tensor: torch.Tensor) -> Any:
+        outputs = [t for t in tensors_of(function(tensor, *others)) if t.is_floating_point()]
+        return sum((t * uneven(t)).sum() for t in outputs)
+
+    def every(tensor: torch.Tensor) -> Any:
+        return list(tensors_of(function(tensor, *others)))
+
+    stacked = torch.stack([first, first * 2])
+    result = torch.func.grad(loss)(first) if transform == "torch.func.grad" else torch.vmap(every)(stacked)
+    return {f"result {i}": t.detach() for i, t in enumerate(tensors_of(result))}
 
 
 def assert_equal(found: dict[str, Any], expected: dict[str, Any], where: str) -> None:

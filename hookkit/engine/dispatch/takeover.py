@@ -390,7 +390,7 @@ def _region_or_inline(invocation: Invocation, record: call_log.CallRecord, key: 
         record.became("traced")
         record.no_region = reason
         return result
-    call.origin = Origin(invocation.rule, invocation.call, unwrap(result))
+    call.origin = Origin(invocation.rule, invocation.call, unwrap(result), get_jit_ctx()._proxy_swapmap)
     bind(trace, get_jit_ctx().ad_hoc_executor, call)
     _note(record, call)
     if not generators.drawn_from():

@@ -360,7 +360,9 @@ class Builder:
         def place(value: Any) -> Any:
             if not isinstance(value, Proxy):
                 return as_torch_names(value)
-            proxy = current[value.name] if value.name in current else self._swapped(value)
+            proxy = current.get(value.name)
+            if proxy is None:  # nothing reads it, and thunder has renamed what is read
+                proxy = self._swapped(origin.renamed.get(variableify(value), value))
             if proxy.name not in self._known:
                 raise NotAgain(f"{origin.call} takes an argument that it does not read, and that is not computed")
             proxies.append(proxy)

@@ -213,8 +213,9 @@ class FunctionState(EagerState):
         """The gradient of each input that needs one, by the input's index; None where there is none."""
         arrived: list[torch.Tensor | None] = [None] * len(self.outputs)
         for edge, gradient in zip(self.edges, gradients, strict=True):
-            present = arrived[edge.output_nr]
-            arrived[edge.output_nr] = gradient if present is None or gradient is None else present + gradient
+            if gradient is not None:  # of a tensor that is returned twice there is one edge
+                present = arrived[edge.output_nr]
+                arrived[edge.output_nr] = gradient if present is None else present + gradient
         if self.root is None and all(g is None for g in arrived):
             return dict.fromkeys(self.inputs)
         node = self.edges[0].node

@@ -292,7 +292,8 @@ class Metadata:
         where = f"{rule.described('backward provider')} for {call} returned a gradient of {label}"
         if not isinstance(gradient, torch.Tensor):
             raise GradientError(f"{where} that is {gradient!r} ({type(gradient).__name__}); expected a tensor or None")
-        if not (gradient.is_floating_point() or gradient.is_complex()):
+        # a shipped rule hands on what a Function's own backward returned, of which PyTorch takes integers, too
+        if not (gradient.is_floating_point() or gradient.is_complex() or rule.ships):
             raise GradientError(f"{where} with dtype {gradient.dtype}; expected floating point, as {label} has")
         if gradient.device != self.device:
             raise GradientError(f"{where} on {gradient.device}; expected device {self.device}")

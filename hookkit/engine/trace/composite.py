@@ -10,7 +10,7 @@ import itertools
 import keyword
 import re
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -111,11 +111,13 @@ class Origin:
         rule: the rule that took it.
         call: the call.
         returned: what it returned, as a tree of proxies.
+        renamed: from proxies to those that have the program's own names, as thunder will write them.
     """
 
     rule: Rule[..., Any]
     call: Call
     returned: Any
+    renamed: Mapping[Any, Proxy]
 
 
 @attrs.define(eq=False)

@@ -98,7 +98,7 @@ def bind_call(invocation: Invocation, composite: Composite, returned: Any) -> An
         The wrapped result of the call.
     """
     jit = get_jit_ctx()
-    composite.origin = Origin(invocation.rule, invocation.call, returned)
+    composite.origin = Origin(invocation.rule, invocation.call, returned, jit._proxy_swapmap)
     bind(jit.computation_trace, jit.ad_hoc_executor, composite)
     return wrap_result(returned, invocation.owner, *invocation.args)
 
