@@ -206,11 +206,10 @@ class TransformWarning(UserWarning):
     Example:
         >>> import hookkit, thunder, torch, warnings
         >>> jitted = thunder.jit(torch.sin)
-        >>> with warnings.catch_warnings(record=True) as caught:
-        ...     warnings.simplefilter("always")
-        ...     _ = torch.func.vmap(jitted)(torch.ones(2, 3))
-        >>> [w.category.__name__ for w in caught if issubclass(w.category, hookkit.TransformWarning)]
-        ['TransformWarning']
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("ignore", hookkit.TransformWarning)
+        ...     torch.func.vmap(jitted)(torch.ones(2, 3)).shape
+        torch.Size([2, 3])
     """
 
 
