@@ -190,8 +190,8 @@ def higher_order_apply_targets() -> tuple[Callable[..., Any], ...]:
 def dynamo_traces_in_steps() -> bool:
     """Whether Dynamo traces a Function in steps that can be looked at, each with what it returns.
 
-    Up to torch 2.10 it traces it at one go, and loses on the way which arguments are dirty, what the Function writes
-    that was there before it, and gradients that are too many. Delete this when all supported versions have the steps.
+    Up to torch 2.10 it traces it at one go, and loses on the way what the Function writes that was there before it,
+    and gradients that are too many. Delete this when all supported versions have the steps.
     """
     from torch._dynamo.variables.higher_order_ops import AutogradFunctionApplyVariable
 

@@ -161,7 +161,8 @@ def read_attribute(ctx: Any, stock: Callable[..., Any], tx: Any, name: str) -> A
         _leave("a Function", "it calls set_materialize_grads")
     if name == "mark_non_differentiable" and not ctx.inference and _is_for_thunder():
         _leave("a forward", "it marks outputs as non-differentiable, and is compiled by itself")
-    if name == "mark_dirty" and not compat.dynamo_traces_in_steps() and _is_for_thunder():
+    # up to torch 2.12 it forgets which arguments are; delete this when all supported versions have the attribute
+    if name == "mark_dirty" and not hasattr(ctx, "dirty_tensors") and _is_for_thunder():
         _leave("a Function", "it calls mark_dirty")
     return stock(ctx, tx, name)
 
