@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test test-all fuzz lint types layering docs site-check cases bench load peers matrix fresh dist clean
+.PHONY: help demo test test-all fuzz fuzz-training lint types layering docs site-check cases bench load peers matrix fresh dist clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -29,6 +29,9 @@ test-all: $(INSTALLED)  ## run all tests
 
 fuzz: $(INSTALLED)  ## try random programs, for 30 minutes or as in: make fuzz MINUTES=5
 	$(BIN)/python tests/fuzz.py $(or $(MINUTES),30)
+
+fuzz-training: $(INSTALLED)  ## train random programs, for 30 minutes or as in: make fuzz-training MINUTES=5
+	$(BIN)/python tests/fuzz_training.py $(or $(MINUTES),30)
 
 lint: $(INSTALLED)  ## check style and formatting
 	$(BIN)/ruff check .
