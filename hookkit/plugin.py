@@ -58,6 +58,7 @@ MENDS: dict[str, dict[str, Any]] = {
     "hookkit.mends.partials": _ALL,
     "hookkit.mends.fast_paths": _SPEED,
     "hookkit.mends.dynamo": _THUNDERFX,
+    "hookkit.mends.grad_mode": _THUNDERFX,
 }
 
 _lock = threading.RLock()
