@@ -6,6 +6,7 @@ import pytest
 import thunder
 import torch
 from agreement import assert_agrees, assert_same, run
+from thunder.dynamo import thunderfx
 from torch.autograd import Function
 
 import hookkit
@@ -455,6 +456,46 @@ def test_an_input_that_shares_memory_with_another_is_not_changed_without_its_gra
     with pytest.raises(hookkit.HookError, match=r"shares memory with another one \(.*test_in_place\.py:\d+"):
         thunder.jit(program)(h, share(h))
     torch.testing.assert_close(h, matrix())
+
+
+@pytest.mark.parametrize("share", [torch.Tensor.detach, lambda h: h[:1].detach()], ids=["detached", "a part of it"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_inputs_that_share_memory_are_two_where_something_else_is_changed(share, is_first):
+    def program(x, y, buffer):
+        buffer.add_(1)
+        return x * y.sum(0).sin() + buffer
+
+    compiled = thunder.jit(program)
+    gradients = []
+    for function in (program, compiled):
+        leaf = matrix()
+        h, buffer = leaf * 1, torch.zeros(())
+        output = function(*((share(h), h) if is_first else (h, share(h))), buffer)
+        output.square().sum().backward()
+        gradients.append((output.detach(), leaf.grad, buffer))
+    torch.testing.assert_close(gradients[1], gradients[0])
+
+
+def test_an_input_is_not_changed_that_shares_memory_with_one_that_gets_a_gradient():
+    def program(x, y):
+        y.add_(1)
+        return x * 2
+
+    h = matrix() * 1
+    with pytest.raises(hookkit.HookError, match=r"gets a gradient where the other gets none"):
+        thunder.jit(program)(h, h.detach())
+
+
+def test_a_detached_tensor_in_a_batch_norm_under_thunderfx():
+    norm = torch.nn.BatchNorm1d(3)
+
+    def program(x):
+        y = x.tanh()
+        return y * norm(y.detach()).sigmoid()
+
+    compiled = thunderfx(program)
+    assert_same(run(compiled, (matrix(),)), run(program, (matrix(),)))
+    assert_same(run(compiled, (matrix(),)), run(program, (matrix(),)))
 
 
 def test_a_buffer_without_grad_is_written_in_place():

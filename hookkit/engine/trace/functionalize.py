@@ -6,7 +6,7 @@ a Function, what would need to know which tensors share memory (views, arguments
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -49,6 +49,7 @@ def functionalise_program(stock: Callable[..., Any], trace: Any, aliases: list[l
     arguments, _ = tree_flatten((trace.args, trace.kwargs))
     aliases = [[i for i in group if i >= len(arguments) or 0 not in arguments[i].shape] for group in aliases]
     aliases = [group for group in aliases if len(group) > 1]
+    aliases = _changed_groups(trace, arguments, aliases)
     if any(changes_in_place(b) for b in trace.bound_symbols):
         bsyms, values = functionalise(trace, trace.bound_symbols, strict=False)
         inputs = {o.name: o for b in bsyms if b.sym.id in _UNPACKING for o in b.flat_proxy_outs}
@@ -243,6 +244,55 @@ def _put(bsym: Any, base: TensorProxy, value: TensorProxy, part: TensorProxy) ->
     places = clang.reshape(bsym.sym(*numbered.args, **numbered.kwargs), (part.numel,))
     flat = clang.reshape(value, (value.numel,))
     return clang.reshape(prims.scatter(flat, places, clang.reshape(part, (part.numel,)), 0), value.shape)
+
+
+def _changed_groups(trace: Any, arguments: list[Any], groups: list[list[int]]) -> list[list[int]]:
+    """Of the groups of arguments that share memory those into which something is written.
+
+    thunder takes the arguments of a group for one. Where nothing is written to them that is only harm: one that is
+    detached takes the gradient of the other.
+
+    Raises:
+        HookError: if what is written would be lost, or a gradient.
+    """
+    written = _written(trace.bound_symbols) if groups else {}
+    found = []
+    for group in groups:
+        members = [arguments[i] for i in group if i < len(arguments)]
+        writer = next((written[m.name] for m in members if m.name in written), None)
+        if writer is None:
+            continue
+        if len({(m.numel, m.requires_grad) for m in members}) > 1:
+            raise HookError(
+                f"{writer.sym.name} changes an input of the compiled program in place that shares memory with another "
+                f"one ({place(writer)}), which has another size, or gets a gradient where the other gets none; thunder "
+                "takes the two for one, eager PyTorch does not. Clone one of the two."
+            )
+        found.append(group)
+    return found
+
+
+def _written(bsyms: list[Any]) -> dict[str, Any]:
+    """The tensors into which something is written, and those that they are views of, by name; and what writes."""
+    bases = {o.name: base.name for b in bsyms if (base := viewed(b)) is not None for o in b.flat_proxy_outs}
+    bases |= {o.name: _target(b).name for b in bsyms if changes_in_place(b) for o in b.flat_proxy_outs}
+    found: dict[str, Any] = {}
+    for bsym in bsyms:
+        for target in _targets(bsym):
+            name: str | None = target.name
+            while name is not None and name not in found:
+                found[name] = bsym
+                name = bases.get(name)
+    return found
+
+
+def _targets(bsym: Any) -> Iterator[TensorProxy]:
+    if bsym.sym.id == prims.PrimIDs.COPY_:
+        yield bsym.args[1]
+    elif changes_in_place(bsym):
+        yield _target(bsym)
+    for inner in bsym.subsymbols:
+        yield from _targets(inner)
 
 
 def _refuse_aliases(trace: Any, shared: set[str], changed: dict[str, Proxy]) -> None:
