@@ -1,4 +1,9 @@
-"""Whether gradients are recorded after a graph of ``thunderfx`` that switches that, as ``torch.no_grad`` in it does."""
+"""Whether gradients are recorded in and after each part of a graph of ``thunderfx`` that ``torch.no_grad`` is split in.
+
+Where a part ends inside of ``torch.no_grad``, thunder takes its mode for that of the part's results, which lose their
+gradients, and on later runs leaves it switched off. So each part ends in the mode that the graph starts in (those that
+start in another have their switch first, as PyTorch splits them), and what the graph ends in comes last.
+"""
 
 from __future__ import annotations
 
@@ -6,43 +11,49 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.fx import Graph, GraphModule, Node
 
 from hookkit.mends.mend import Mend
-from hookkit.patch import Patch, around_method
+from hookkit.patch import Patch, around
 
-__all__ = ["MENDS", "compile_graph"]
+__all__ = ["MENDS", "split_module"]
 
 
-def compile_graph(compiler: Any, stock: Callable[..., Any], graph: Any, sample_args: Any, **options: Any) -> Any:
-    """``ThunderCompiler.__call__``; after its run the mode is what the graph's last switch makes it.
-
-    Of a graph that is split, the parts that thunder compiles leave their switches out from their second run on, and
-    the others do not.
+def split_module(stock: Callable[..., GraphModule], graph: GraphModule, **options: Any) -> GraphModule:
+    """``torch.fx``'s, for thunder's splitter: no part leaves the mode of gradients as it is in its middle.
 
     Args:
-        compiler: the compiler.
-        stock: its method.
+        stock: PyTorch's.
         graph: one of Dynamo's graphs.
-        sample_args: its arguments.
         **options: passed on.
     """
-    compiled = stock(compiler, graph, sample_args, **options)
-    switches = [n.args[0] for n in graph.graph.nodes if n.target is torch._C._set_grad_enabled]
-    return _leaving(compiled, switches[-1]) if switches else compiled
+    switches = _switches(graph.graph)
+    split = stock(graph, **options)
+    if not switches:
+        return split
+    at_entry = torch.is_grad_enabled()
+    for part in split.children():
+        if isinstance(part, GraphModule) and _ends_in(part.graph, at_entry) is not at_entry:
+            _end_in(part, at_entry)
+    if switches[-1].args[0] is not at_entry:
+        _end_in(split, switches[-1].args[0])
+    return split
 
 
-def _leaving(compiled: Callable[..., Any], is_enabled: bool) -> Callable[..., Any]:
-    def run(*args: Any) -> Any:
-        before = torch.is_grad_enabled()
-        try:
-            result = compiled(*args)
-        except BaseException:
-            torch._C._set_grad_enabled(before)
-            raise
-        torch._C._set_grad_enabled(is_enabled)
-        return result
+def _switches(graph: Graph) -> list[Node]:
+    return [n for n in graph.nodes if n.target is torch._C._set_grad_enabled]
 
-    return run
+
+def _ends_in(graph: Graph, at_entry: bool) -> Any:
+    switches = _switches(graph)
+    return switches[-1].args[0] if switches else at_entry
+
+
+def _end_in(graph: GraphModule, mode: Any) -> None:
+    outputs = graph.graph.find_nodes(op="output")
+    with graph.graph.inserting_before(outputs[0] if outputs else graph.graph._root):
+        graph.graph.call_function(torch._C._set_grad_enabled, (mode,))
+    graph.recompile()
 
 
 MENDS = [
@@ -68,10 +79,10 @@ torch.set_grad_enabled(True)
         eager="True",
         patches=(
             Patch(
-                "thunder.dynamo.compiler:ThunderCompiler.__call__",
-                around_method(compile_graph),
-                "a program of thunderfx may leave gradients switched off",
-                takes=("self, gm, sample_args", "self, gm, sample_args, **compile_options"),
+                "thunder.dynamo.splitter:split_module",
+                around(split_module),
+                "a program of thunderfx may lose gradients, and leave them switched off",
+                takes=None,
                 concerns_thunderfx=True,
             ),
         ),
