@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import attrs
 from thunder.core import dtypes, prims
 from thunder.core.compile_data import get_compile_data
 from thunder.core.devices import cpu
@@ -40,19 +41,33 @@ __all__ = ["RESIDUAL", "check_undefined", "differentiate", "differentiate_region
 RESIDUAL = Tag("hookkit.RESIDUAL")
 
 
-class _Notes(threading.local):
-    """What is noted of a program between its differentiation and the split, in the thread that compiles it."""
+@attrs.define
+class _Noted:
+    """What is noted of a program between its differentiation and the split.
 
+    Attributes:
+        differentiable: which outputs require grad.
+        program: the program before it is differentiated.
+        may_draw: whether it may draw random numbers.
+        unreached: the arguments, by name, that lead to none of the outputs that require grad.
+        calls: the names of the calls that hookkit took over.
+        reach: for each argument what its gradient is made from; empty if that does not matter.
+    """
+
+    differentiable: list[bool]
+    program: run_again.Program
+    may_draw: bool
+    unreached: set[str]
+    calls: list[str]
+    reach: list[Reach | None] = attrs.Factory(list)
+
+
+class _OfThisThread(threading.local):
     def __init__(self) -> None:
-        self.calls: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
-        self.reach: weakref.WeakKeyDictionary[Any, list[Reach | None]] = weakref.WeakKeyDictionary()
-        self.unreached: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
-        self.differentiable: weakref.WeakKeyDictionary[Any, list[bool]] = weakref.WeakKeyDictionary()
-        self.programs: weakref.WeakKeyDictionary[Any, run_again.Program] = weakref.WeakKeyDictionary()
-        self.draws: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+        self.noted: weakref.WeakKeyDictionary[Any, _Noted] = weakref.WeakKeyDictionary()
 
 
-_notes = _Notes()
+_here = _OfThisThread()
 
 
 def differentiate(stock: Callable[..., Any], trace: Any) -> Any:
@@ -67,21 +82,20 @@ def differentiate(stock: Callable[..., Any], trace: Any) -> Any:
     # a tensor that is returned twice is one output of the graph
     first = {getattr(o, "name", None): i for i, o in reversed(list(enumerate(outputs)))}
     differentiable = [gradflow.requires_grad(trace, o) and first[o.name] == i for i, o in enumerate(outputs)]
-    _notes.differentiable[get_compile_data()] = differentiable
-    _notes.programs[get_compile_data()] = run_again.Program(trace, differentiable)
-    _notes.draws[get_compile_data()] = run_again.may_draw(trace)
     tracked = [o for o, d in zip(outputs, differentiable, strict=True) if d]
-    _notes.unreached[get_compile_data()] = unreached_arguments(trace, tracked)
+    program, may_draw = run_again.Program(trace, differentiable), run_again.may_draw(trace)
+    unreached = unreached_arguments(trace, tracked)
     for place, reached in reach_of_calls(trace, tracked, _edges).items():
         call = called(trace.bound_symbols[place])
         if call is not None and len(reached) < len(tracked):
             call.reach = reached
     _feed_undefined(trace, outputs)
-    _notes.calls[get_compile_data()] = [b.sym.name for b in trace.bound_symbols if gradflow.is_explicit(b)]
+    calls = [b.sym.name for b in trace.bound_symbols if gradflow.is_explicit(b)]
+    noted = _here.noted[get_compile_data()] = _Noted(differentiable, program, may_draw, unreached, calls)
     joint = stock(trace)
     # they have other names now
     outputs, _ = tree_flatten_with_dataclass(joint.bound_symbols[-1].args[0]["fw_flat_out"])
-    _note_sources(trace, joint, [o for o, d in zip(outputs, differentiable, strict=True) if d])
+    noted.reach = _sources(trace, joint, [o for o, d in zip(outputs, differentiable, strict=True) if d])
     _drop_undefined_gradients(joint)
     _give_zeros_a_shape(joint)
     return joint
@@ -108,12 +122,11 @@ def _tag_detached(trace: Any) -> None:
                 out.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
 
 
-def _note_sources(trace: Any, joint: Any, tracked: list[Any]) -> None:
-    """Note what the gradients in a joint trace are made from, for opaque calls and for the program's arguments."""
+def _sources(trace: Any, joint: Any, tracked: list[Any]) -> list[Reach | None]:
+    """What the gradients of a program's arguments are made from; noted for those that opaque calls get, too."""
     opaque = [b for b in joint.bound_symbols if gradflow.is_opaque_backward(b)]
     if len(tracked) < 2 and not opaque:  # all are made from the one output
-        _notes.reach[get_compile_data()] = []
-        return
+        return []
     traced = [c for c in map(called, trace.bound_symbols) if isinstance(c, Composite)]
     sources = sources_of_gradients(joint, tracked, {n: c.reach for c in traced for n in c.gradient_names})
     for bsym in opaque:
@@ -122,7 +135,6 @@ def _note_sources(trace: Any, joint: Any, tracked: list[Any]) -> None:
         call.gradient_names = [o.name for o in bsym.output]
     gradients = joint.bound_symbols[-1].args[0]["output"]
     arguments = [sources.get(g.name) if g is not None else None for g in gradients]
-    _notes.reach[get_compile_data()] = arguments
     if opaque:
 
         def operator(meta: Any, gradient: Any) -> Any:
@@ -133,6 +145,7 @@ def _note_sources(trace: Any, joint: Any, tracked: list[Any]) -> None:
 
         with tracectx(joint):
             where_added(joint, len(tracked), sources, operator)
+    return arguments
 
 
 def _edges(bsym: Any) -> tuple[Any, Any]:
@@ -257,10 +270,11 @@ def split(stock: Callable[..., Any], joint: Any) -> tuple[Any, Any]:
     returned = joint.bound_symbols[-1]
     values = returned.args[0]
     outputs = values["fw_flat_out"]
-    differentiable = _notes.differentiable.pop(get_compile_data(), None)
+    noted = _here.noted.pop(get_compile_data(), None)
     flat, _ = tree_flatten_with_dataclass(outputs)
-    if differentiable is None or len(flat) != len(outputs) or len(flat) != len(differentiable):
+    if noted is None or len(flat) != len(outputs) or len(flat) != len(noted.differentiable):
         return stock(joint)  # type: ignore[no-any-return]
+    differentiable = noted.differentiable
     read = {a.name for b in joint.bound_symbols if BoundSymbolTag.BACKWARD in b.tags for a in b.flat_proxy_args}
     residuals = {
         o.name: o
@@ -283,12 +297,11 @@ def split(stock: Callable[..., Any], joint: Any) -> tuple[Any, Any]:
     forward = _without_extra_outputs(forward, len(outputs), differentiable)
     if not kept:
         return forward, None
-    functions = _functions(forward)
-    noted: list[Any] = [functions]
-    if _notes.draws.pop(get_compile_data(), False):
-        noted.append(run_again.record_generators(forward))
-    _save(forward, noted)
-    _take_cotangents(backward, kept, extra=len(noted))
+    saved: list[Any] = [_functions(forward, noted)]
+    if noted.may_draw:
+        saved.append(run_again.record_generators(forward))
+    _save(forward, saved)
+    _take_cotangents(backward, kept, extra=len(saved))
     return forward, backward
 
 
@@ -301,23 +314,20 @@ def _written(joint: Any) -> dict[str, Any]:
     return {b.output.name: b.output for b in forward if b.sym.name == "copy_"}
 
 
-def _functions(forward: Any) -> Functions:
+def _functions(forward: Any, noted: _Noted) -> Functions:
     """The names of the calls that hookkit took over, for the backward's messages, and what arguments lead to."""
-    names = _notes.calls.pop(get_compile_data(), ())
-    functions = Functions(", ".join(dict.fromkeys(names)))
-    functions.reach = _notes.reach.pop(get_compile_data(), [])
-    unreached = _notes.unreached.pop(get_compile_data(), ())
+    functions = Functions(", ".join(dict.fromkeys(noted.calls)))
+    functions.reach, functions.program = noted.reach, noted.program
     arguments = forward.bound_symbols[-1].args[0]["flat_args"]
-    functions.program = _notes.programs.pop(get_compile_data())
-    functions.unreached = [i for i, a in enumerate(arguments) if getattr(a, "name", None) in unreached]
+    functions.unreached = [i for i, a in enumerate(arguments) if getattr(a, "name", None) in noted.unreached]
     return functions
 
 
-def _save(forward: Any, noted: list[Any]) -> None:
+def _save(forward: Any, saved: list[Any]) -> None:
     """Hand something on to the backward."""
     returned = forward.bound_symbols[-1]
     values, (tensors, others) = returned.args
-    forward.bound_symbols[-1] = returned.from_bsym(args=(values, (tensors, (*others, *noted))))
+    forward.bound_symbols[-1] = returned.from_bsym(args=(values, (tensors, (*others, *saved))))
 
 
 def _add_something_backward(joint: Any) -> None:
