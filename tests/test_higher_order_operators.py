@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import thunder
 import torch
-from agreement import assert_agrees, assert_same, tensors_of
+from agreement import assert_agrees, assert_same
 from thunder.dynamo import thunderfx
 
 import hookkit
+from hookkit.comparison import observe
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "docs"))
 from higher_order_operators import CASES, INTERNAL, OTHERS
@@ -26,33 +27,24 @@ def name(case):
     return f"{case.operator}: {case.point.replace('`', '')}"
 
 
-def outcome(program, arguments, parameters):
-    """What a program returns, with the gradients of its arguments and parameters; or what it raises."""
-    given = [
-        a.detach().clone().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a for a in arguments
-    ]
-    leaves = [t for t in (*given, *parameters) if isinstance(t, torch.Tensor) and t.requires_grad]
+def outcome(function, arguments, program):
+    """What a program gives, run as it is or compiled; or what it raises."""
     try:
-        output = program(*given)
-        roots = [t for t in tensors_of(output) if t.requires_grad]
-        weights = [torch.linspace(1, 2, r.numel(), dtype=r.dtype).reshape(r.shape) for r in roots]
-        gradients = torch.autograd.grad(roots, leaves, weights, allow_unused=True) if roots else [None] * len(leaves)
+        return observe(function, arguments, module=program), None
     except Exception as error:
         return None, error
-    return (output, gradients), None
 
 
 def both(case, compiler):
     """What comes out of a case's program compiled and in eager PyTorch, and the compiled program."""
     program, arguments = case.make()
-    parameters = list(program.parameters()) if isinstance(program, torch.nn.Module) else []
     torch._dynamo.reset()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        expected = outcome(program, arguments, parameters)
+        expected = outcome(program, arguments, program)
         torch._dynamo.reset()
         compiled = compiler(program)
-        return outcome(compiled, arguments, parameters), expected, compiled
+        return outcome(compiled, arguments, program), expected, compiled
 
 
 def assert_right(found, expected, refused):
