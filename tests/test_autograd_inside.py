@@ -105,8 +105,8 @@ def with_vmap(x, w):
 
 def unused(x, w):
     found = grad(x.sum(), (x, w), allow_unused=True)
-    zeros = grad(x.square().sum(), (x, w), materialize_grads=True)
-    return found[0], torch.tensor(found[1] is None), *zeros
+    of_used, zeros = grad(x.square().sum(), (x, w), materialize_grads=True)
+    return found[0], torch.tensor(found[1] is None), of_used, zeros.detach()  # up to torch 2.9 they are a leaf
 
 
 def cotangents(x, w):

@@ -11,6 +11,7 @@ import thunder
 import torch
 
 import hookkit
+from hookkit.engine.interpreter.side_effects import WritesUndone
 
 SCENARIOS = load.scenarios()
 TIMES = {"compilations": 15, "steps": 200, "failures": 3}
@@ -123,6 +124,31 @@ def test_threads_with_and_without_grad_mode_compile_one_program_at_once():
                 return compiled(torch.ones(3, requires_grad=True)).requires_grad
 
         assert in_threads(6, work) == [True, False] * 3
+
+
+def test_threads_that_undo_writes_at_once_leave_dynamo_able_to_compile():
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    entered, left = threading.Event(), threading.Event()
+
+    def other():
+        with WritesUndone():
+            entered.set()
+            left.wait()
+
+    with ThreadPoolExecutor(1) as pool:
+        with WritesUndone():
+            pending = pool.submit(other)
+            entered.wait()
+        left.set()
+        pending.result()
+    torch._dynamo.reset()
+    torch.compile(lambda x: x.sin(), backend=backend)(torch.ones(2))
+    assert len(graphs) == 1
 
 
 def test_rules_in_a_scope_of_one_thread_are_not_seen_by_the_others():

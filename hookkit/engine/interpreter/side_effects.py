@@ -21,7 +21,7 @@ import attrs
 import torch
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from hookkit import compat
 from hookkit.engine.values.python_code import contents, is_own, names_in
@@ -275,6 +275,15 @@ class WritesUndone(TorchDispatchMode):
         self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor, Any]] = {}
         self.written: set[int] = set()  # the storages
         self._generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
+
+    def __enter__(self) -> WritesUndone:
+        # TorchDispatchMode's own notes it for the process, and the mode of another thread that it was so before: of
+        # PyTorch up to 2.10 Dynamo would compile nothing any more.
+        _push_mode(self)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        _pop_mode()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -123,7 +123,7 @@ MENDS = [
         program="""
 print(thunder.jit(lambda x: x.unfold(0, 2, 1))(torch.arange(3.0)).tolist())
 """,
-        stock="RuntimeError: kernel_size should be greater than zero",
+        stock="RuntimeError",
         eager="[[0.0, 1.0], [1.0, 2.0]]",
         rules=(unfold_and_take_along_dim,),
     ),
