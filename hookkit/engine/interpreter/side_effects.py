@@ -283,7 +283,7 @@ class WritesUndone(TorchDispatchMode):
         return self
 
     def __exit__(self, *raised: object) -> None:
-        _pop_mode()  # type: ignore[no-untyped-call]
+        _pop_mode()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
