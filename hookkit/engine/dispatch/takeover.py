@@ -124,7 +124,10 @@ def trace_program(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             with extensions.around_tracing(args[0]), cache_guards.tracing(*args[:3]):
                 return stock(*args, **kwargs)
         except InterpreterError as error:
-            if isinstance(error.__cause__, Exception) and not isinstance(error.__cause__, HookError):
+            cause = error.__cause__
+            if isinstance(cause, RecursionError):
+                add_note(cause, _RECURSION)
+            elif isinstance(cause, Exception) and not isinstance(cause, HookError):
                 _say_where(error)
                 raise
             # thunder makes an Exception of what ends a program: KeyboardInterrupt, SystemExit
@@ -150,6 +153,12 @@ def trace_program(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         finally:
             _untraceable.reset(token)
             _no_regions.reset(other)
+
+
+_RECURSION = (
+    "thunder's interpreter makes several calls of Python's for one of the program's; where the program runs in eager "
+    "PyTorch, sys.setrecursionlimit with ten times the number lets thunder trace it"
+)
 
 
 def _say_where(error: Exception) -> None:
