@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
-from types import NoneType
+from types import ModuleType, NoneType
 from typing import Any
 
 import torch
@@ -37,6 +37,8 @@ _WRITABLE = (Proxy, int, float, tuple, NoneType, Device)
 def assign(stock: Callable[..., Any], obj: Any, name: Any, value: Any) -> Any:
     """``object.__setattr__`` of an object that has been assigned to before: noted, as the first time.
 
+    That of a module of Python, which is the same function from Python 3.13 on, sets a global.
+
     Args:
         stock: ``_general_jit_object_setattr_lookaside`` in thunder/core/jit_ext.py. At the first time it replaces the
             object's ``__dict__``, and does not know the replacement afterwards.
@@ -45,12 +47,15 @@ def assign(stock: Callable[..., Any], obj: Any, name: Any, value: Any) -> Any:
         value: the wrapped value.
     """
     plain = unwrap(obj)
+    sets_global = isinstance(plain, ModuleType)
     is_noted = hasattr(plain, "__dict__") and type(plain) not in jit_ext._TORCH_DYNAMIC_TYPES
-    if not is_noted or jit_ext.is_created_during_tracing(obj.provenance):
+    if not sets_global and (not is_noted or jit_ext.is_created_during_tracing(obj.provenance)):
         return stock(obj, name, value)
     attributes = _interpret_call(getattr, obj, wrap_const("__dict__"))
     if attributes is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
         return attributes
+    if sets_global:
+        return _interpret_call(dict.__setitem__, attributes, name, value)
     if attributes.original_value is attributes.nothing:
         return stock(obj, name, value)
     attributes.provenance.ext_flag |= jit_ext.EXT_FLAG_IS_MODULE_MEMBER_DICT
@@ -170,7 +175,10 @@ print(module.first.item(), getattr(module, "second", torch.tensor(0.0)).item())
         stock="2.0 0.0",
         eager="2.0 3.0",
         extension=Extension(
-            answers={object.__setattr__: partial(assign, jit_ext._general_jit_object_setattr_lookaside)}
+            answers=dict.fromkeys(
+                (object.__setattr__, ModuleType.__setattr__),
+                partial(assign, jit_ext._general_jit_object_setattr_lookaside),
+            )
         ),
     ),
 ]

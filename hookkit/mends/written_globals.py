@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 import torch
 from thunder.core import jit_ext
-from thunder.core.interpreter import INTERPRETER_SIGNALS, _interpret_call, unwrap, wrap_const
+from thunder.core.interpreter import unwrap
 from thunder.core.proxies import NumberProxy, Proxy, TensorProxy
 from thunder.core.trace import tracectx
 
@@ -27,7 +27,7 @@ from hookkit.engine.trace.composite import make_symbol, symbol_name
 from hookkit.errors import HookError
 from hookkit.mends.mend import Mend
 
-__all__ = ["MENDS", "set_item", "set_module_attribute", "write_after"]
+__all__ = ["MENDS", "set_item", "write_after"]
 
 _MISSING = object()
 _CONSTANTS = (NoneType, bool, int, float, complex, str, bytes, torch.dtype, torch.device)
@@ -84,20 +84,6 @@ def delete_item(names: dict[str, Any], name: str) -> HookError | None:
     if not _is_users_module(names) or name not in names:
         return None
     return _Written(names, name, names[name], _MISSING, _where()).refusal()
-
-
-def set_module_attribute(module: Any, name: Any, value: Any) -> Any:
-    """``setattr`` of a module of Python.
-
-    Args:
-        module: the wrapped module.
-        name: the wrapped name.
-        value: the wrapped value.
-    """
-    names = _interpret_call(getattr, module, wrap_const("__dict__"))
-    if names is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
-        return names
-    return _interpret_call(dict.__setitem__, names, name, value)
 
 
 def write_after(epilogue: Any) -> None:
@@ -212,10 +198,7 @@ except RuntimeError as error:
         stock="Expected",
         eager="tensor(4.)",
         extension=Extension(
-            answers={
-                dict.__setitem__: partial(set_item, jit_ext._general_jit_dict_setitem),
-                types.ModuleType.__setattr__: set_module_attribute,
-            },
+            answers={dict.__setitem__: partial(set_item, jit_ext._general_jit_dict_setitem)},
             before_rules=_deletions,
             around=_put_back,
         ),
