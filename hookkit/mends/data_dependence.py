@@ -156,6 +156,7 @@ def _formatted(_: Any) -> Any:
     """``f"{x.item():.3f}"``; without a format thunder shows the number as one of a trace."""
     decide = _of_number("__format__", "text")(None)
 
+    @make_opaque  # type: ignore[untyped-decorator]  # from Python 3.13 on the interpreter interprets it
     def __format__(self: Any, form: str) -> Any:
         return decide(self, form) if form else str(self)
 

@@ -38,7 +38,7 @@ def outside(invocation: Any, free: Iterable[Proxy]) -> dict[str, TensorProxy]:
     """Of the tensors that a forward reads those that are no arguments, by name."""
     given = {p.name for p in tensors_in((invocation.call.args, invocation.call.kwargs))}
     roots = {id(w.provenance): n for n, w in invocation.named_arguments().items()}
-    by_value = {str(w.provenance): n for n, w in invocation.named_arguments().items()}
+    by_value = {_way(w.provenance): n for n, w in invocation.named_arguments().items()}
     found: dict[str, TensorProxy] = {}
     for proxy in free:
         if isinstance(proxy, TensorProxy) and proxy.name not in given:
@@ -51,7 +51,7 @@ def name_of(proxy: TensorProxy, roots: Mapping[int, str], by_value: Mapping[str,
     parts: list[str] = []
     record: Any = proxy.history
     while isinstance(record, ProvenanceRecord):
-        root = roots.get(id(record)) or by_value.get(str(record))
+        root = roots.get(id(record)) or by_value.get(_way(record))
         if root is not None:
             return ".".join([root, *parts])
         if record.inst not in (PseudoInst.LOAD_ATTR, PseudoInst.BINARY_SUBSCR) or len(record.inputs) != 2:
@@ -65,6 +65,26 @@ def name_of(proxy: TensorProxy, roots: Mapping[int, str], by_value: Mapping[str,
             parts.insert(0, str(key))
         record = holder
     return f"a tensor of the program ({proxy.name})"
+
+
+def _way(record: ProvenanceRecord) -> str:
+    """How the interpreter came by a value; the same for two reads of it.
+
+    The records' own ``str`` asks for their hashes, which from Python 3.13 on instructions do not have.
+    """
+    way: list[str] = []
+    records = [record]
+    known: dict[int, int] = {}
+    while records:  # each record once: values that many others lead to would be written out again and again
+        current = records.pop()
+        if id(current) in known:
+            way.append(f"#{known[id(current)]}")
+            continue
+        known[id(current)] = len(known)
+        value = current.value if isinstance(current.value, int | str | None) else id(current.value)
+        way.append(f"{current.inst} {value!r} {current.output_idx} {current.output_key!r} {len(current.inputs)}")
+        records.extend(current.inputs)
+    return ", ".join(way)
 
 
 def _closed_over(record: ProvenanceRecord) -> str:
