@@ -24,6 +24,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
     "check_site",
+    "behaviours_table",
     "contract_table",
     "diagrams",
     "higher_order_table",

@@ -167,6 +167,13 @@ def read_attribute(ctx: Any, stock: Callable[..., Any], tx: Any, name: str) -> A
     return stock(ctx, tx, name)
 
 
+def call_method(ctx: Any, stock: Callable[..., Any], tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """``AutogradFunctionContextVariable.call_method``, which lets numbers be saved, where PyTorch raises an error."""
+    if name == "save_for_backward" and not all(a.is_tensor() or _is_none(a) for a in args) and _is_for_thunder():
+        _leave("a Function", "it saves what is no tensor")
+    return stock(ctx, tx, name, args, kwargs)
+
+
 def trace_forward_graph(call: Any, stock: Callable[..., Any], tx: Any, ctx: Any, *rest: Any) -> Any:
     """``AutogradFunctionApplyVariable.trace_forward_graph``; what PyTorch does not track is no output."""
     traced = stock(call, tx, ctx, *rest)
@@ -356,7 +363,10 @@ print(x.grad.tolist())
 """,
     stock="",
     eager="[20.0]",
-    patches=(_patch(f"{_CONTEXT}.var_getattr|tp_getattro_impl", read_attribute, "self, tx, name"),),
+    patches=(
+        _patch(f"{_CONTEXT}.var_getattr|tp_getattro_impl", read_attribute, "self, tx, name"),
+        _patch(f"{_CONTEXT}.call_method", call_method, "self, tx, name, args, kwargs"),
+    ),
 )
 OUTPUTS = Mend(
     "what a Function returns under thunderfx",

@@ -58,6 +58,10 @@ def autograd_function(call: hookkit.Call, *args: Any) -> Any:
         output = function.forward(*args)
         function.setup_context(ctx, args, output)
     ctx.saved_tensors = getattr(ctx, "to_save", ())
+    for i, saved in enumerate(ctx.saved_tensors):
+        if saved is not None and not isinstance(saved, torch.Tensor):
+            kind = type(saved).__name__
+            raise TypeError(f"save_for_backward can only save variables, but argument {i} is of type {kind}")
     if isinstance(output, tuple):
         output = tuple(output)
     return output, hookkit.mark(

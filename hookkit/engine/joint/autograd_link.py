@@ -6,6 +6,7 @@ it is differentiable once; where more is asked for, the program runs again (``ho
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -116,11 +117,13 @@ def _in_transform() -> bool:
 
 
 def hand_on(stock: Callable[..., Any], ctx: Any, *gradients: Any) -> Any:
-    """``ThunderOutputFunction.backward``, which makes a random number: under vmap it must not."""
-    if not _in_transform():
-        return stock(ctx, *gradients)
-    with compat.outside_of_transforms():
-        return stock(ctx, *gradients)
+    """``ThunderOutputFunction.backward``, which makes a random number: under vmap it must not.
+
+    It stands for a gradient, on the device ``meta``, which anomaly mode cannot look at.
+    """
+    with compat.outside_of_transforms() if _in_transform() else contextlib.nullcontext():
+        dummy, *others = stock(ctx, *gradients)
+    return (None if torch.is_anomaly_enabled() else dummy, *others)
 
 
 def _backward_once(stock: Callable[..., Any], ctx: Any, names: Functions | None, gradients: tuple[Any, ...]) -> Any:

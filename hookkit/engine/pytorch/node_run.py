@@ -75,7 +75,7 @@ def validated(
         if gradient is None:
             continue
         if not isinstance(gradient, torch.Tensor):
-            raise TypeError(f"expected Variable or None (got {type(gradient).__name__})")
+            raise RuntimeError(f"expected Variable or None (got {type(gradient).__name__})")
         if not isinstance(argument, Slot | torch.Tensor):
             raise RuntimeError(
                 f"function {node.name()} returned a gradient different from None at position {place + 1}, but the "
