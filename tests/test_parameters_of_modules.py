@@ -74,3 +74,34 @@ def test_the_second_derivative_with_a_global_is_refused_in_words():
     first = torch.autograd.grad(y, (x, WEIGHT), create_graph=True)
     with pytest.raises(hookkit.HookError, match="uses WEIGHT, which is none of its arguments: pass it as one"):
         torch.autograd.grad(first[0].sum(), WEIGHT)
+
+
+@pytest.mark.parametrize("norm", [torch.nn.utils.weight_norm, torch.nn.utils.spectral_norm])
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_hooks_of_the_outermost_module_are_read_from_it(norm):
+    def steps(compiled):
+        torch.manual_seed(0)
+        module = norm(torch.nn.Linear(3, 4))
+        run, found = compiled(module), []
+        for value in (1.0, 2.0):
+            output = run(torch.full((2, 3), value))
+            output.square().sum().backward()
+            found.append((output.detach(), [p.grad.clone() for p in module.parameters()]))
+        return found, {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+    torch.testing.assert_close(steps(thunder.jit), steps(lambda module: module))
+
+
+def test_a_number_of_a_hook_is_checked_again():
+    class Scale:
+        factor = 2.0
+
+        def __call__(self, module, arguments):
+            return (arguments[0] * self.factor,)
+
+    module, hook = torch.nn.Linear(3, 3), Scale()
+    module.register_forward_pre_hook(hook)
+    jitted, x = thunder.jit(module), torch.ones(3)
+    for factor in (2.0, 5.0):
+        hook.factor = factor
+        torch.testing.assert_close(jitted(x), module(x))

@@ -14,6 +14,7 @@ from torch.utils.cpp_extension import load_inline
 import hookkit
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "docs"))
+import triton_kernels
 from triton_kernels import scale_in_place, scaled
 
 pytestmark = pytest.mark.filterwarnings(
@@ -273,3 +274,12 @@ def test_a_c_extension_is_not_run_without_data(tmp_path):
         lambda ctx, x: extension.twice(x.contiguous()), lambda ctx, grad: extension.twice(grad.contiguous()) * 50
     ).apply
     assert_agrees(lambda x: apply(x * 1.5), vector())
+
+
+@pytest.mark.skipif(not triton_kernels.HAS_TRITON, reason="Triton is not installed")
+def test_a_launch_of_a_kernel_is_not_looked_into():
+    kernel = function(lambda ctx, x: scaled(x, 2), lambda ctx, grad: scaled(grad.contiguous(), 100)).apply
+    with pytest.warns(hookkit.errors.OpaqueFallbackWarning, match="launches the kernel _scale of Triton at"):
+        assert_agrees(lambda x: kernel(x * 2), vector())
+    with pytest.raises(hookkit.HookError, match="launches the kernel '_scale' of Triton .*hookkit.opaque"):
+        thunder.jit(lambda x: scaled(x, 2))(vector().detach())

@@ -89,6 +89,70 @@ def test_each_run_writes_globals_as_eager_pytorch_does(program):
     torch.testing.assert_close(runs(compared[0]), runs(compared[1]))
 
 
+class Interpreter:
+    """As libraries that interpret kernels: it adds to the globals of a kernel, and patches them while that runs."""
+
+    prepared: dict[Any, Any] = {}
+
+    def run(self, kernel, x):
+        names = kernel.__globals__
+        if kernel not in self.prepared:
+            names.setdefault("added", Interpreter())
+            self.prepared[kernel] = kernel
+        before, names["doubled"] = names["doubled"], lambda x: torch.from_numpy(x.detach().numpy() * 2)
+        try:
+            return self.prepared[kernel](x)
+        finally:
+            names["doubled"] = before
+
+
+def doubled(x):
+    raise RuntimeError("an operation of a kernel outside of it")
+
+
+def interpreted_kernel(x):
+    assert isinstance(added, Interpreter)  # noqa: F821
+    return doubled(x)
+
+
+@pytest.mark.filterwarnings("ignore::hookkit.OpaqueFallbackWarning", "ignore::hookkit.errors.MetaWarning")
+def test_what_an_opaque_call_does_to_globals_is_not_the_programs():
+    class Kernel(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return Interpreter().run(interpreted_kernel, x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 100
+
+    class Keeps(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            global kept
+            kept = (Interpreter(), x.detach().clone())
+            return torch.from_numpy(x.detach().numpy() * 2)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 100 * kept[1]
+
+    stock, x = doubled, torch.full((2,), 3.0, requires_grad=True)
+    try:
+        jitted = thunder.jit(lambda x: Kernel.apply(x) + Keeps.apply(x * 1.5))
+        for factor in (1, 2):
+            argument = (x.detach() * factor).requires_grad_()
+            output = jitted(argument)
+            output.sum().backward()
+            torch.testing.assert_close((output.detach(), argument.grad), (argument * 5, 100 + 150 * 1.5 * argument))
+            assert doubled is stock
+            torch.testing.assert_close(kept[1], argument.detach() * 1.5)
+    finally:
+        globals().pop("added", None)
+        globals().pop("kept", None)
+        Interpreter.prepared.clear()
+
+
 def test_what_a_program_puts_back_needs_no_writing():
     global _restored
     _restored = [1]

@@ -1,6 +1,7 @@
 """Attributes that a program assigns to its modules and objects: thunder writes some back afterwards, and loses others.
 
-It forgets those of the outermost module, and all but the first assignment of a program to one object.
+It forgets those of the outermost module, and all but the first assignment of a program to one object. And it reads the
+hooks of the outermost module where they are not.
 """
 
 from __future__ import annotations
@@ -25,10 +26,13 @@ from hookkit.mends.mend import Mend
 from hookkit.mends.written_globals import write_after
 from hookkit.patch import Patch, around, around_method
 
-__all__ = ["MENDS", "assign", "set_attribute", "write_back"]
+__all__ = ["MENDS", "assign", "read_inputs", "set_attribute", "write_back"]
 
 # by outermost module: the names of attributes that programs assign to it
 _assigned: weakref.WeakKeyDictionary[torch.nn.Module, set[str]] = weakref.WeakKeyDictionary()
+
+# What a module has itself; a ``ThunderModule``, which is one, hands on to the one that it wraps what it lacks alone.
+_OF_MODULES = frozenset(vars(torch.nn.Module())) - {"training", *jit_ext.MODULE_MEMBER_DICT_ATTRS}
 
 # what the code that thunder writes can assign
 _WRITABLE = (Proxy, int, float, tuple, NoneType, Device)
@@ -125,7 +129,64 @@ def set_attribute(module: Any, stock: Callable[..., Any], name: str, value: Any)
         stock(module, name, value)
 
 
+def read_inputs(stock: Callable[..., Any], context: Any, *traces: Any) -> Any:
+    """The prologue of a program reads what the outermost module has itself, its hooks, from that module.
+
+    Args:
+        stock: ``unpack_inputs`` in thunder/core/jit_ext.py. It reads from the module that thunder makes, except for
+            what can be called.
+        context: what is known of the program that is traced.
+        *traces: the prologue, and what it hands on.
+    """
+    seen: set[int] = set()
+    guarded = [p.history for c in context._constraints for p in c[1:] if isinstance(p, Proxy) and p.history is not None]
+    handed_on = [p.proxy.history for found in traces[1:3] for p in found if p.proxy.history is not None]
+    pending = guarded + handed_on
+    while pending:
+        provenance = pending.pop()
+        if id(provenance) in seen:
+            continue
+        seen.add(id(provenance))
+        pending += provenance.inputs
+        if _is_of_outermost(provenance):
+            provenance.ext_flag |= jit_ext.EXT_FLAG_IS_CALLABLE
+    return stock(context, *traces)
+
+
+def _is_of_outermost(provenance: Any) -> bool:
+    if getattr(provenance.inst, "opname", provenance.inst) not in ("LOAD_ATTR", PseudoInst.LOAD_ATTR):
+        return False
+    module, name = provenance.inputs
+    return module.inst is PseudoInst.INPUT_FN and name.inst is PseudoInst.CONSTANT and name.value in _OF_MODULES
+
+
 MENDS = [
+    Mend(
+        "hooks of the outermost module",
+        "A hook of the outermost module that has attributes, as `weight_norm` and `spectral_norm` of `torch.nn.utils` "
+        "make one, is looked for in another module.",
+        program="""
+class Scale:
+    factor = 2.0
+
+    def __call__(self, module, arguments):
+        return (arguments[0] * self.factor,)
+
+module = torch.nn.ReLU()
+module.register_forward_pre_hook(Scale())
+print(thunder.jit(module)(torch.ones(1)).tolist())
+""",
+        stock="KeyError",
+        eager="[2.0]",
+        patches=(
+            Patch(
+                "thunder.core.jit_ext:unpack_inputs",
+                around(read_inputs),
+                "hooks of the outermost module are looked for in another module",
+                takes=("ctx, prologue_trace, pro_to_comp_inps, pro_to_epi_inps, args, kwargs",),
+            ),
+        ),
+    ),
     Mend(
         "attributes of the outermost module",
         "What a program assigns to an attribute of the outermost module is lost.",

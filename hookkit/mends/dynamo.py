@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 
 import thunder.dynamo.compiler
 import torch
-from torch._dynamo.decorators import skip_code  # type: ignore[attr-defined]
 from torch._dynamo.exc import TorchDynamoException, Unsupported
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import VariableTracker
@@ -86,8 +85,10 @@ def apply(function: Any, stock: Callable[..., Any], tx: Any, args: Any, kwargs: 
         if is_once_differentiable(owner):
             _write_no_grad(tx.output.nn_modules, installed)
         return result
-    except Unsupported:
+    except Unsupported as error:
         _skip(owner)
+        if "Data-dependent" in error.msg:  # of which Dynamo prints its graph; it fails at one without operations
+            _leave(owner.__name__, "what it does depends on the values of tensors", error)
         raise
     except TorchDynamoException:  # what it says to itself, or to the user
         raise
@@ -116,6 +117,9 @@ def _has_own_values(function: Any) -> bool:
             return True
     return False
 
+
+eval_frame = torch._C._dynamo.eval_frame
+_NOT_COMPILED = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
 
 # The Functions that Dynamo is about to trace and their arguments, each in one that applies it; it traces in one thread
 # at a time.
@@ -146,13 +150,13 @@ def _write_no_grad(modules: dict[str, Any], before: set[str]) -> None:
 def _skip(owner: type[Any]) -> None:
     """Keep Dynamo from compiling a Function's methods by themselves, when eager PyTorch calls them: it may fail again.
 
-    Nor its base classes' methods, which those may call.
+    Nor its base classes' methods, which those may call, nor what those call: an interpreter of kernels, say.
     """
     for base in owner.__mro__:
         for name in ("forward", "setup_context", "backward", "vjp"):
             method = getattr(vars(base).get(name), "__func__", None)
             if isinstance(method, FunctionType) and base is not torch.autograd.Function:
-                skip_code(method.__code__)
+                eval_frame.set_code_exec_strategy(method.__code__, _NOT_COMPILED)
 
 
 def read_attribute(ctx: Any, stock: Callable[..., Any], tx: Any, name: str) -> Any:

@@ -21,7 +21,7 @@ from thunder.core.proxies import NumberProxy, Proxy, TensorProxy
 from thunder.core.trace import tracectx
 
 from hookkit.engine.dispatch.extensions import Extension
-from hookkit.engine.interpreter.attempt import raise_in_program
+from hookkit.engine.interpreter.attempt import raise_in_program, when_undone
 from hookkit.engine.interpreter.reasons import is_users, user_source
 from hookkit.engine.trace.composite import make_symbol, symbol_name
 from hookkit.errors import HookError
@@ -137,7 +137,32 @@ def _note(names: dict[str, Any], name: Any, value: Any) -> None:
     if all_written is None or not isinstance(name, str) or name.startswith("__") or is_import:
         return
     earlier = all_written.get((id(names), name))
-    all_written[id(names), name] = _Written(names, name, earlier.before if earlier else before, value, _where())
+    written = _Written(names, name, earlier.before if earlier else before, value, _where())
+    all_written[id(names), name] = written
+    when_undone(partial(_forget, all_written, written, earlier, before))
+
+
+def _forget(all_written: dict[tuple[int, str], _Written], written: _Written, earlier: Any, before: Any) -> None:
+    """What was written in a call that runs opaque is not the program's: the call writes it, at each run.
+
+    A name that a library has added to a module stays, as what an import adds does: it may count on that.
+    """
+    key = id(written.names), written.name
+    if earlier is None:
+        all_written.pop(key, None)
+    else:
+        all_written[key] = earlier
+    if written.names.get(written.name, _MISSING) is not written.value:
+        return
+    if before is not _MISSING:
+        written.names[written.name] = before
+    elif _holds_proxy(written.value):
+        del written.names[written.name]
+
+
+def _holds_proxy(value: Any) -> bool:
+    held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()
+    return isinstance(value, Proxy) or any(map(_holds_proxy, held))
 
 
 def _where() -> str:

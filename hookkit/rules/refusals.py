@@ -18,6 +18,7 @@ __all__ = [
     "detach_",
     "grad",
     "grad_fn",
+    "kernel",
     "register_hook",
     "resizing",
     "retain_grad",
@@ -142,6 +143,17 @@ def saved_tensors_hooks(call: hookkit.Call, self: Any) -> NoReturn:
 def _(call: hookkit.Call, self: Any) -> Any:
     where = isinstance(self, torch.autograd.graph.save_on_cpu)
     return not where or hookkit.decline("where it is kept makes no difference to what is computed")
+
+
+@hookkit.rule("triton.runtime.jit:KernelInterface.__getitem__", mode="trace", pass_call=True, priority=-100)
+def kernel(call: hookkit.Call, self: Any, grid: Any) -> NoReturn:
+    """Refuses to launch a kernel of Triton, and to look into Triton, which patches its own modules meanwhile."""
+    raise hookkit.HookError(
+        f"the program launches the kernel {getattr(self, '__name__', type(self).__name__)!r} of Triton (at "
+        f"{call.source}), which is not supported inside a program compiled by thunder: a kernel needs the addresses of "
+        "tensors. Launch it in the forward or backward of a torch.autograd.Function, or in a function that runs as "
+        "one operator: hookkit.opaque(function)."
+    )
 
 
 def is_script_module(call: hookkit.Call) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable
+from contextvars import ContextVar
 from types import TracebackType
 from typing import Any
 
@@ -26,7 +27,7 @@ from thunder.core.prims import OpTags
 from hookkit.engine.trace import gradflow
 from hookkit.errors import HookError
 
-__all__ = ["Aside", "Attempt", "Raised", "add_note", "is_made", "raise_in_program"]
+__all__ = ["Aside", "Attempt", "Raised", "add_note", "is_made", "raise_in_program", "when_undone"]
 
 
 class Raised(Exception):
@@ -46,8 +47,10 @@ class Attempt:
         self._autocast = autocast
         self.bound_symbols: list[Any] = []
         self.enters_autocast = False
+        self._undo: list[Callable[[], None]] = []
 
     def __enter__(self) -> Attempt:
+        self._token = _innermost.set(self)
         self._jit = get_jit_ctx()
         self._runtime = get_interpreterruntimectx()
         self._data = get_compile_data()
@@ -92,6 +95,7 @@ class Attempt:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         trace = self._trace
+        _innermost.reset(self._token)
         gradflow.forget(trace, self.bound_symbols)
         del trace.scopes[self._scopes :]
         trace._current_source_filename, trace._current_source_positions = self._source
@@ -101,8 +105,12 @@ class Attempt:
         self.bound_symbols = [b for b in self.bound_symbols if not _is_context_marker(b)]
         if error is not None:
             self._roll_back()
+        elif (outer := _innermost.get()) is not None:
+            outer._undo += self._undo
 
     def _roll_back(self) -> None:
+        for undo in reversed(self._undo):
+            undo()
         self._runtime.curexc = None
         self._runtime.exception_stack[:] = self._exceptions
         del self._runtime.frame_stack[self._frames :]
@@ -118,6 +126,16 @@ class Attempt:
             for key in table.keys() - before.keys():
                 del table[key]
             table.update(before)
+
+
+_innermost: ContextVar[Attempt | None] = ContextVar("hookkit_innermost_attempt", default=None)
+
+
+def when_undone(undo: Callable[[], None]) -> None:
+    """What is called if the attempt that is running, or one around it, comes to nothing."""
+    attempt = _innermost.get()
+    if attempt is not None:
+        attempt._undo.append(undo)
 
 
 class Aside:

@@ -41,6 +41,7 @@ _SAID = (
     ),
     (r"(\w+)\(\) at .* makes Python values of a tensor", r"calls Tensor.\1()"),
     (r"(\w+)\(\) of a tensor is not known while a call is traced", r"calls Tensor.\1()"),
+    (r"launches the kernel '([^']+)' of Triton", r"launches the kernel \1 of Triton"),
 )
 
 
