@@ -281,5 +281,5 @@ def test_a_launch_of_a_kernel_is_not_looked_into():
     kernel = function(lambda ctx, x: scaled(x, 2), lambda ctx, grad: scaled(grad.contiguous(), 100)).apply
     with pytest.warns(hookkit.errors.OpaqueFallbackWarning, match="launches the kernel _scale of Triton at"):
         assert_agrees(lambda x: kernel(x * 2), vector())
-    with pytest.raises(hookkit.HookError, match="launches the kernel '_scale' of Triton .*hookkit.opaque"):
+    with pytest.raises(hookkit.HookError, match=r"launches the kernel '_scale' of Triton .*hookkit\.opaque"):
         thunder.jit(lambda x: scaled(x, 2))(vector().detach())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import thunder
@@ -92,7 +92,7 @@ def test_each_run_writes_globals_as_eager_pytorch_does(program):
 class Interpreter:
     """As libraries that interpret kernels: it adds to the globals of a kernel, and patches them while that runs."""
 
-    prepared: dict[Any, Any] = {}
+    prepared: ClassVar[dict[Any, Any]] = {}
 
     def run(self, kernel, x):
         names = kernel.__globals__
