@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test test-all fuzz fuzz-training lint types layering docs site-check cases bench load peers matrix fresh dist clean
+.PHONY: help demo test test-all fuzz fuzz-training lint types layering docs site-check cases bench distribution load peers matrix fresh dist clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -55,6 +55,9 @@ cases: $(INSTALLED)  ## run the contract's programs with hookkit and without it,
 bench: $(INSTALLED)  ## run every benchmarks/bench_*.py; figures also as JSON in build/bench
 	set -e; for name in compile step region registry; do \
 		$(BIN)/python benchmarks/bench_$$name.py --json build/bench/$$name.json; done
+
+distribution: $(INSTALLED)  ## train with two and four processes, and compare gradients with those of one
+	$(BIN)/python scripts/distribution.py
 
 load: $(INSTALLED)  ## compile, run and drop programs thousands of times, and count what stays
 	$(BIN)/python scripts/load.py

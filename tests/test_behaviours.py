@@ -39,8 +39,10 @@ def check(behaviour, compiler, becomes):
     found = outcome(behaviour, compiler)
     if becomes == "refused":
         assert isinstance(found[1], hookkit.HookError), found
-    else:
-        assert agree(found, expected) == (becomes == "same"), (found, expected)
+    elif becomes == "same":
+        assert agree(found, expected), (found, expected)
+    elif compiler is thunder.jit:  # older Dynamos leave more to eager PyTorch
+        assert not agree(found, expected)
     assert torch.is_grad_enabled()
 
 
@@ -51,6 +53,9 @@ def test_a_behaviour_under_thunder_jit_is_what_the_table_says(behaviour):
 
 @pytest.mark.long
 @pytest.mark.parametrize("behaviour", BEHAVIOURS, ids=lambda b: b.words.replace("`", ""))
-def test_a_behaviour_under_thunderfx_is_what_the_table_says(behaviour):
+def test_a_behaviour_under_thunderfx_is_what_the_table_says(behaviour, request):
+    if behaviour.words == "None beside a tensor" and torch.__version__.startswith("2.7."):
+        why = "thunder gives the part of the graph that it leaves to Inductor inputs of another fake mode"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=why))
     torch._dynamo.reset()
     check(behaviour, thunder.dynamo.thunderfx, behaviour.fx)

@@ -18,8 +18,9 @@ import torch
 from torch._dynamo.exc import TorchDynamoException, Unsupported
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import VariableTracker
-from torch._dynamo.variables.lists import BaseListVariable
+from torch._dynamo.variables.lists import BaseListVariable, ListVariable
 from torch._dynamo.variables.misc import AutogradFunctionContextVariable
+from torch._dynamo.variables.tensor import TensorVariable
 
 from hookkit import compat
 from hookkit.engine.dispatch.graphs import left_to_pytorch, operations_of
@@ -173,8 +174,10 @@ def read_attribute(ctx: Any, stock: Callable[..., Any], tx: Any, name: str) -> A
 
 def call_method(ctx: Any, stock: Callable[..., Any], tx: Any, name: str, args: Any, kwargs: Any) -> Any:
     """``AutogradFunctionContextVariable.call_method``, which lets numbers be saved, where PyTorch raises an error."""
-    if name == "save_for_backward" and not all(a.is_tensor() or _is_none(a) for a in args) and _is_for_thunder():
-        _leave("a Function", "it saves what is no tensor")
+    if name == "save_for_backward" and _is_for_thunder():
+        saved = [argument.realize() for argument in args]
+        if not all(isinstance(s, TensorVariable) or _is_none(s) for s in saved):
+            _leave("a Function", "it saves what is no tensor")
     return stock(ctx, tx, name, args, kwargs)
 
 
@@ -214,6 +217,8 @@ def speculate_subgraph(
     traced = stock(tx, function, inputs, *rest, **options)
     if _applied and getattr(function, "fn", None) is _applied[-1][0].backward:
         output, arguments = traced[0][0], _applied[-1][1]
+        if isinstance(output, ListVariable):
+            _leave("a Function", "its backward returns a list, which PyTorch takes for one gradient")
         if isinstance(output, BaseListVariable) and not all(_is_none(g) for g in output.items[len(arguments) :]):
             _leave("a Function", "its backward returns more gradients than there are inputs")
     return traced
