@@ -102,6 +102,17 @@ def test_a_probe_leaves_dynamo_able_to_compile_what_it_ran():
     torch.testing.assert_close(with_cond(x), expected)
 
 
+def test_a_derivative_that_pytorch_has_not_is_refused_where_another_way_leads_to_the_input():
+    @hookkit.opaque
+    def function(x):
+        cut_off = torch._C._functions.DelayedError("there is no such derivative", 1)(x.detach().requires_grad_())
+        return cut_off * 2 + x
+
+    for program in (function, thunder.jit(lambda x: function(x))):
+        with pytest.raises(RuntimeError, match="there is no such derivative"):
+            program(vector()).sum().backward()
+
+
 def test_the_call_has_the_name_and_the_place_of_the_function():
     jitted = thunder.jit(lambda x: opaque_branch(x))
     jitted(vector())

@@ -183,6 +183,7 @@ class EagerState(OpaqueState):
         keep = compat.graph_is_kept()
         self.sink.clear()
         if self.leaves:
+            self._refuse_where_pytorch_does()
             first = {id(leaf): index for index, leaf in reversed(self.leaves.items())}  # one may be given twice
             inputs = [self.leaves[index] for index in first.values()]
             anchor = [self.anchor] if self.anchor is not None else []
@@ -193,6 +194,15 @@ class EagerState(OpaqueState):
         found.update(zip(self.entered, self.sink, strict=False))
         self.sink.clear()
         return found
+
+    def _refuse_where_pytorch_does(self) -> None:
+        """Raise what stands in the graph for a derivative that there is not: nothing leads from there to an input.
+
+        A backward that is asked for the gradients of certain tensors does not come by, as ``Tensor.backward`` does.
+        """
+        for node in self.nodes():
+            if node.name() == "torch::autograd::Error":
+                node(None)
 
 
 @attrs.define(eq=False, slots=False)
