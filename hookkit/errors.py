@@ -42,6 +42,9 @@ class HookError(RuntimeError):
         grad_fn of a tensor is not supported inside a program compiled by thunder ...
     """
 
+    # Whether a call in which it is raised is not tried as one opaque operator either.
+    is_final = False
+
 
 class RegistrationError(HookError):
     """A rule was declared in a way that cannot work.

@@ -1,4 +1,4 @@
-"""Iterators of Python's that call what they are given (``map``, ``itertools.accumulate``), or are unpacked.
+"""Iterators of Python's that call what they are given (``map``, ``itertools.accumulate``), are unpacked, or go on.
 
 thunder runs them outside of its interpreter, and with them whatever they call: a custom Function would run with proxies
 and lose its backward. Delete an entry when thunder's own table of lookasides has it.
@@ -8,14 +8,24 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable
-from types import BuiltinFunctionType
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
-from thunder.core.interpreter import INTERPRETER_SIGNALS, _interpret_call, unwrap
+from thunder.core.interpreter import (
+    INTERPRETER_SIGNALS,
+    PseudoInst,
+    _interpret_call,
+    get_interpreterruntimectx,
+    unwrap,
+)
 
 from hookkit import compat
 from hookkit.engine.dispatch.extensions import Extension
+from hookkit.engine.interpreter.attempt import is_made, raise_in_program
+from hookkit.engine.interpreter.reasons import is_users, user_source
+from hookkit.errors import HookError
 from hookkit.mends.mend import Mend
 from hookkit.patch import Patch, around
 
@@ -98,7 +108,56 @@ def unpack_into_call(stock: Callable[..., Any], inst: Any, /, stack: Any, **stat
     return stock(inst, stack=stack, **state)
 
 
+def refuse_to_advance(function: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
+    """What refuses ``next`` of an iterator from outside: it would go on when the program is traced, and never after."""
+    if function is not next or not args or not _is_from_outside(args[0].provenance):
+        return None
+    iterator = args[0].value
+    how = getattr(type(iterator), "__next__", None)
+    if not isinstance(iterator, Iterator) or isinstance(how, FunctionType) or not _is_in_users_code():
+        return None
+    error = HookError(
+        f"the program advances an iterator from outside, {iterator!r}, at {user_source()}; a compiled program would do "
+        "that once, when it is traced, and use the same item in every run. Call next outside of the compiled program, "
+        "and hand over the item as an argument"
+    )
+    error.is_final = True  # trying the call out would advance it, too
+    return partial(lambda error, /, *_: raise_in_program(error), error)
+
+
+def _is_from_outside(provenance: Any) -> bool:
+    """Whether a value is reached from inputs or globals; to thunder, generators of the program's own are constants."""
+    root = provenance
+    while root.inputs:
+        root = root.inputs[0]
+    return not is_made(provenance) and root.inst is not PseudoInst.CONSTANT
+
+
+def _is_in_users_code() -> bool:
+    """Whether a line of the user's calls ``next``, or goes through a loop."""
+    frames = get_interpreterruntimectx().frame_stack
+    files = (f.code.co_filename for f in reversed(frames) if f.code.co_name != "_next_impl")  # thunder's, in a loop
+    return is_users(next(files, ""))
+
+
 MENDS = [
+    Mend(
+        "iterators from outside",
+        "A program that advances an iterator from outside does so once, when it is traced, and has the same item in "
+        "every run.",
+        program="""
+import itertools
+
+steps = itertools.count(1)
+f = thunder.jit(lambda x: x * next(steps))
+f(torch.ones(1))
+print(f(torch.ones(1)).tolist())
+""",
+        stock="[1.0]",
+        eager="[2.0]",
+        refused="HookError: the program advances an iterator from outside",
+        extension=Extension(before_rules=refuse_to_advance),
+    ),
     Mend(
         "iterators unpacked into a call",
         "A generator whose items are the arguments of a call, as in `torch.nn.utils.parametrize`, is an error.",

@@ -343,7 +343,7 @@ def _run(invocation: Invocation, record: call_log.CallRecord) -> Any:
         return bind_call(invocation, composite, returned)
     except Raised as raised:
         is_refusal = isinstance(raised.error, HookError) and not isinstance(raised.error, DataDependencyError)
-        if invocation.mode.mode == "trace" and is_refusal:
+        if (invocation.mode.mode == "trace" and is_refusal) or getattr(raised.error, "is_final", False):
             raise
         error = raised.error
     except HookError as refused:
