@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 import thunder
+import thunder.dynamo
 import torch
 import torch.nn.functional as F
 from agreement import assert_agrees
 from torch.autograd import Function
+from torch.utils.checkpoint import checkpoint
 from torch.utils.cpp_extension import load_inline
 
 import hookkit
@@ -283,3 +285,50 @@ def test_a_launch_of_a_kernel_is_not_looked_into():
         assert_agrees(lambda x: kernel(x * 2), vector())
     with pytest.raises(hookkit.HookError, match=r"launches the kernel '_scale' of Triton .*hookkit\.opaque"):
         thunder.jit(lambda x: scaled(x, 2))(vector().detach())
+
+
+AROUND_A_BREAK = {
+    "clamp": lambda x: (x * 2).clamp(-1, 1),
+    "a view": lambda x: (x * 2).clamp(-1, 1).view(2, -1),
+    "sigmoid": lambda x: x.sigmoid(),
+    "tanh": lambda x: torch.tanh(x),
+    "relu6": lambda x: F.relu6(x * 2),
+}
+
+
+@pytest.mark.parametrize("before", AROUND_A_BREAK)
+def test_a_graph_before_a_kernel_that_overwrites_its_result_has_the_gradient_of_eager(before):
+    kernel = loss(with_triton)  # which Dynamo leaves to eager PyTorch
+
+    def gradient(compiled):
+        x = vector()
+        compiled(lambda x: kernel(AROUND_A_BREAK[before](x)))(x).sum().backward()
+        return x.grad
+
+    torch._dynamo.reset()
+    torch.testing.assert_close(gradient(thunder.dynamo.thunderfx), gradient(lambda program: program))
+
+
+class Values(Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2 if x.max() > 0 else x * 3
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 100
+
+
+class Checkpointed(torch.nn.Module):
+    def forward(self, x):
+        return Values.apply(x)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_function_that_looks_at_values_runs_inside_of_a_checkpoint_under_thunderfx(reentrant):
+    module = Checkpointed()
+    program = thunder.dynamo.thunderfx(lambda x: checkpoint(module, x, use_reentrant=reentrant) + 1)
+    x = vector()
+    output = program(x)
+    output.sum().backward()
+    torch.testing.assert_close((output.detach(), x.grad), (x.detach() * 2 + 1, torch.full_like(x, 100)))

@@ -5,18 +5,24 @@ thunder's derivatives keep other tensors than PyTorch's do (of ``clamp`` the res
 read what was overwritten where eager PyTorch does not, or the other way round. So the operations around are given to
 PyTorch, too, with its own derivatives. And the gradient of a leaf is final, in eager PyTorch, before the backward of
 an earlier call can overwrite it.
+
+What comes after one of Dynamo's graphs may be such a call, too: of its results thunder keeps clones where PyTorch keeps
+something else.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
+from thunder.core.compile_data import get_compile_data
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.pytree import tree_flatten_with_dataclass
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import tracectx
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -31,7 +37,7 @@ from hookkit.engine.opaque.unseen_writes import kept_tensors, share_memory
 from hookkit.engine.pytorch.provider_function import split_tensors
 from hookkit.engine.trace import gradflow, reachability
 from hookkit.engine.trace.aliasing import Sharing, changes_in_place, may_view, note_sharing, overwritten_names
-from hookkit.engine.trace.composite import called, make_symbol, symbol_name
+from hookkit.engine.trace.composite import Composite, called, make_symbol, symbol_name
 from hookkit.engine.trace.in_place_check import place
 from hookkit.engine.values.wrapping import Slot, TensorMetadata, as_torch_names, map_leaves
 from hookkit.errors import HookError
@@ -49,6 +55,7 @@ def differentiate(stock: Callable[..., Any], trace: Any) -> Any:
     """Run thunder's gradient transform on a trace in which PyTorch's derivatives stand where they matter."""
     leave_to_pytorch(trace)
     _note_what_is_complete(trace)
+    note_graph(trace)
     return differentiation.differentiate(stock, trace)
 
 
@@ -57,6 +64,7 @@ def split(stock: Callable[..., Any], joint: Any) -> tuple[Any, Any]:
     forward, backward = differentiation.split(stock, joint)
     if backward is not None:
         keep_for_leaves(backward, forward.bound_symbols[-1].args[0]["flat_args"])
+        keep_results(forward)
     return forward, backward
 
 
@@ -267,7 +275,10 @@ _VIEWS = frozenset((*_RESHAPED, *_MAY_VIEW))
 
 def _may_share(bsym: Any) -> bool:
     """Whether the result of an executor's operation may share memory with its first tensor."""
-    return bsym.sym.name in _VIEWS and any(isinstance(a, TensorProxy) for a in bsym.flat_proxy_args)
+    name = (
+        bsym.sym.name.removeprefix("torch_").removeprefix("prims_").removesuffix("_impl")
+    )  # as thunder's executor has
+    return name in _VIEWS and any(isinstance(a, TensorProxy) for a in bsym.flat_proxy_args)
 
 
 def _like(proxy: TensorProxy, _: Any) -> TensorProxy:
@@ -281,6 +292,101 @@ def _kept(edge: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
     if gradient is None or leaf is None or not hasattr(leaf, "variable") or not compat.accumulates(leaf):
         return gradient
     return gradient.clone()
+
+
+# by compilation: the trace of one of Dynamo's graphs, before it is differentiated
+_graphs: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def note_graph(trace: Any) -> None:
+    """Note the trace of one of Dynamo's graphs, before it is differentiated."""
+    if isinstance(get_compile_data().fn, torch.fx.GraphModule):
+        _graphs[get_compile_data()] = trace
+
+
+def keep_results(forward: Any) -> None:
+    """Keep what thunder saves of a graph's results from being overwritten, where PyTorch saves something else.
+
+    Dynamo leaves to eager PyTorch what comes after the graph; that may launch a kernel that writes into its argument.
+
+    Args:
+        forward: the forward trace of a program, split off; it is changed.
+    """
+    graph = _graphs.pop(get_compile_data(), None)
+    returned = forward.bound_symbols[-1]
+    values, (tensors, others) = returned.args
+    sharing = _sharing(forward)
+    names = [getattr(o, "name", None) for o in values["flat_output"]]
+    exposed = {n: i for i, name in enumerate(names) if name is not None for n in sharing.group(name)}
+    saved = {t.name: t for t in tensors if isinstance(t, TensorProxy) and t.name in exposed}
+    if graph is None or not saved:
+        return
+    results, _ = tree_flatten_with_dataclass(graph.bound_symbols[-1].args[0]["output"])
+    in_graph = _sharing(graph)
+    clones: dict[str, TensorProxy] = {}
+    for name, tensor in saved.items():
+        if not _is_kept(graph, in_graph.group(results[exposed[name]].name)):
+            clones[name] = _clone_at_end(forward, tensor)
+    tensors = tuple(clones.get(getattr(t, "name", None), t) for t in tensors)
+    forward.bound_symbols[-1] = returned.from_bsym(args=(values, (tensors, others)))
+
+
+def _stands_for_operation(call: Any) -> bool:
+    """Whether a call is an operation that keeps no result of its own, with a derivative that hookkit has mended."""
+    origin = call.origin if isinstance(call, Composite) else None
+    is_operation = origin is not None and origin.rule.ships and origin.call.function is None
+    return is_operation and origin.rule.name not in _KEEP_RESULT
+
+
+# Of those for which a rule ships.
+_KEEP_RESULT = ("exp", "expm1", "log_softmax", "reciprocal", "rsqrt", "sigmoid", "softmax", "sqrt", "tanh")
+
+
+def _clone_at_end(forward: Any, tensor: TensorProxy) -> TensorProxy:
+    """A clone of a tensor, made when everything else in a trace is."""
+    with tracectx(forward):
+        clone = TensorProxy(like=tensor, requires_grad=False)
+    symbol = make_symbol(
+        next(b.sym.executor for b in forward.bound_symbols if b.sym.executor is not None),
+        symbol_name(forward, "kept_for_backward"),
+        partial(_like, clone),
+        torch.clone,
+        kind=gradflow.WHERE_USED,
+        is_prim=True,
+    )
+    forward.bound_symbols.insert(-1, _recorded(forward, partial(symbol, tensor)))
+    return clone
+
+
+def _sharing(trace: Any) -> Sharing:
+    sharing = Sharing()
+    for bsym in trace.bound_symbols:
+        note_sharing(sharing, bsym)
+        if _may_share(bsym):
+            first = next(a.name for a in bsym.flat_proxy_args if isinstance(a, TensorProxy))
+            for out in bsym.flat_proxy_outs:
+                sharing.join(first, out.name)
+    return sharing
+
+
+def _is_kept(graph: Any, names: set[str]) -> bool:
+    """Whether PyTorch keeps one of some tensors for the backward of a graph."""
+    arguments = {a.name for a in graph.args if isinstance(a, TensorProxy)}
+    if names & arguments:  # nor is it a result
+        return True
+    for bsym in graph.bound_symbols:
+        if not names & _tensor_names(bsym):
+            continue
+        if (call := called(bsym)) is not None and not _stands_for_operation(call):
+            return True  # it keeps what it does in eager PyTorch
+        if _is_operation(bsym) and any(gradflow.requires_grad(graph, o) for o in bsym.flat_proxy_outs):
+            try:
+                operator, slots = _operator(graph, bsym)
+            except HookError:  # thunder does not say which of PyTorch's it is
+                continue
+            if _keeps(operator, slots, bsym, names):
+                return True
+    return False
 
 
 PATCHES = [
