@@ -270,11 +270,25 @@ def test_a_c_extension_is_not_run_without_data(tmp_path):
       for (int64_t i = 0; i < x.numel(); i++) q[i] = 2 * p[i];
       return y;
     }
+    // asks for no address to write to
+    torch::Tensor times_first(torch::Tensor x) { return x * *(const float *)x.const_data_ptr(); }
     """
-    extension = load_inline("hookkit_twice", source, functions=["twice"], build_directory=str(tmp_path))
-    apply = function(
-        lambda ctx, x: extension.twice(x.contiguous()), lambda ctx, grad: extension.twice(grad.contiguous()) * 50
-    ).apply
+    extension = load_inline(
+        "hookkit_twice", source, functions=["twice", "times_first"], build_directory=str(tmp_path), extra_cflags=["-O0"]
+    )
+
+    def forward(ctx, x):
+        try:
+            return extension.times_first(extension.twice(x.contiguous()))
+        except NotImplementedError:  # which a tensor without data raises
+            return extension.times_first(x)
+
+    def backward(ctx, grad):
+        return extension.twice(grad.contiguous()) * 50
+
+    apply = function(forward, backward).apply
+    assert_agrees(lambda x: apply(x * 1.5), vector())
+    apply = function(lambda ctx, x: extension.times_first(x), lambda ctx, grad: extension.times_first(grad)).apply
     assert_agrees(lambda x: apply(x * 1.5), vector())
 
 

@@ -145,7 +145,14 @@ def _(call: hookkit.Call, self: Any) -> Any:
     return not where or hookkit.decline("where it is kept makes no difference to what is computed")
 
 
-@hookkit.rule("triton.runtime.jit:KernelInterface.__getitem__", mode="trace", pass_call=True, priority=-100)
+# until Triton 3.4 an interpreted kernel has a method of its own
+LAUNCHES = [
+    "triton.runtime.jit:KernelInterface.__getitem__",
+    "triton.runtime.interpreter:InterpretedFunction.__getitem__",
+]
+
+
+@hookkit.rule(LAUNCHES, mode="trace", pass_call=True, priority=-100)
 def kernel(call: hookkit.Call, self: Any, grid: Any) -> NoReturn:
     """Refuses to launch a kernel of Triton, and to look into Triton, which patches its own modules meanwhile."""
     raise hookkit.HookError(

@@ -7,7 +7,6 @@ to Python state, tensors or random generators stays.
 from __future__ import annotations
 
 import contextlib
-import logging
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,7 +19,6 @@ from thunder.core.devices import to_torch_device
 from thunder.core.jit_ext import get_jit_ctx
 from thunder.core.proxies import AnyProxy, NumberProxy, Proxy, TensorProxy
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
-from torch.overrides import TorchFunctionMode
 
 from hookkit import compat, operators
 from hookkit.engine.interpreter import cache_guards, guards
@@ -29,6 +27,7 @@ from hookkit.engine.interpreter.closed_over import OUTSIDE
 from hookkit.engine.interpreter.side_effects import Generators, State, WritesUndone, following_natively, not_followed
 from hookkit.engine.opaque.held import Held
 from hookkit.engine.opaque.operator import Expected, OpaqueCall, same_structure
+from hookkit.engine.opaque.tried_out import NeedsData, TriedOut
 from hookkit.engine.opaque.unseen_writes import Watched, Written, written_in_backward
 from hookkit.engine.pytorch.graph_run import EagerResult, autocast_regions
 from hookkit.engine.pytorch.provider_function import split_tensors
@@ -86,11 +85,12 @@ def _by_trying(
     reachable: State,
 ) -> Expected:
     """Run a call on tensors without data; where that fails, on example values."""
+    without_data: Exception
     # Of an operator that is a function of Python no fake function can be asked for.
     lacking = invocation.call.unsupported is not None and not invocation.operator_parts
     with _no_side_effects(invocation, reachable) as writes_undone:
         try:
-            watch = _Watch(refuse_memory=not lacking)
+            watch = TriedOut(without_data=not lacking)
             with FakeTensorMode(allow_non_fake_inputs=True), watch, writes_undone:
                 expected = probe(operator, [example(p, None) for p in slots], writes_undone)
                 if any(_is_unknown(p) for p in slots):
@@ -101,6 +101,8 @@ def _by_trying(
                 raise NotImplementedError("it calls an operator that compiles what it is given")
             _look_again(invocation, operator, slots, expected, writes_undone)
             return expected
+        except NeedsData as needs:
+            without_data = NotImplementedError(str(needs))
         except Exception as error:
             without_data = error
         if _is_same(without_data, pending):
@@ -157,7 +159,7 @@ def _look_again(
 
 def _add_rare_writes(operator: OpaqueCall, slots: list[Proxy], expected: Expected, writes_undone: WritesUndone) -> None:
     """Look for what is overwritten on other values, of both signs and large: what clips or rectifies changes those."""
-    with _Watch(), contextlib.suppress(Exception):  # they may be outside of the call's domain
+    with TriedOut(), contextlib.suppress(Exception):  # they may be outside of the call's domain
         values = [example(p, 2) for p in slots]
         floats = (v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point())
         for value in floats:
@@ -248,7 +250,7 @@ def _on_examples(
             integer = seed if invocation.call.unsupported is not None else 0
             return example(proxy, seed, definite=definite, integer=integer, number=1 + seed)
 
-        with contextlib.nullcontext() if plainly else _Watch():
+        with contextlib.nullcontext() if plainly else TriedOut():
             return probe(operator, [value(p) for p in slots], writes_undone)
 
     first_error = None
@@ -412,53 +414,14 @@ def example(proxy: Proxy, seed: int | None, *, definite: bool = False, integer: 
     return torch.full(shape, integer, dtype=dtype, device=device)
 
 
-_fake_tensor_log = logging.getLogger("torch._subclasses.fake_tensor")
-
-
-class _Watch(TorchFunctionMode):
-    """While a call is tried out: no address of a tensor that has no data, and no gradients left on parameters.
-
-    C code would read through such an address. A backward that calls ``torch.autograd.backward`` itself accumulates into
-    the parameters of the modules that it was given.
-    """
-
-    _ADDRESSES = frozenset({torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.__dlpack__})
-
-    def __init__(self, refuse_memory: bool = False) -> None:
-        super().__init__()
-        self._refused = self._ADDRESSES if refuse_memory else frozenset()
-        self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
-        self._addresses = compat.addresses_refused()  # this mode is off in a backward that the call runs itself
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in self._refused:
-            raise NotImplementedError(f"a tensor without data has no {function.__name__}")
-        for value in (*args, *(kwargs or {}).values()):
-            if isinstance(value, torch.nn.Parameter) and id(value) not in self._gradients:
-                with torch._C.DisableTorchFunction():
-                    self._gradients[id(value)] = value, value.grad
-                    value.grad = None
-        return function(*args, **(kwargs or {}))
-
-    def __enter__(self) -> _Watch:
-        _fake_tensor_log.disabled = True  # what fails here is said once, by whoever asked
-        self._addresses.__enter__()
-        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._addresses.__exit__(None, None, None)
-        _fake_tensor_log.disabled = False
-        for parameter, gradient in self._gradients.values():
-            parameter.grad = gradient
-
-
 @contextlib.contextmanager
 def _no_side_effects(invocation: Invocation, reachable: State) -> Iterator[WritesUndone]:
     """Leave Python state, tensors and random generators as they are; what raises leaves its mark, as in eager."""
     generators, writes = Generators.now(), WritesUndone()
     try:
-        with trying(), compat.without_dynamo(), torch.random.fork_rng(), following_natively(reachable):
+        # in this thread alone are calls followed: PyTorch has one for each GPU, in which backwards run
+        in_this_thread = torch.autograd.set_multithreading_enabled(False)
+        with trying(), compat.without_dynamo(), torch.random.fork_rng(), in_this_thread, following_natively(reachable):
             yield writes
         if invocation.guarded is not None:
             guards.drop_changed(invocation.guarded, cache_guards.traced_program())
