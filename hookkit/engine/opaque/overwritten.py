@@ -327,15 +327,16 @@ def keep_results(forward: Any) -> None:
     for name, tensor in saved.items():
         if not _is_kept(graph, in_graph.group(results[exposed[name]].name)):
             clones[name] = _clone_at_end(forward, tensor)
-    tensors = tuple(clones.get(getattr(t, "name", None), t) for t in tensors)
+    tensors = tuple(clones.get(getattr(t, "name", ""), t) for t in tensors)
     forward.bound_symbols[-1] = returned.from_bsym(args=(values, (tensors, others)))
 
 
 def _stands_for_operation(call: Any) -> bool:
     """Whether a call is an operation that keeps no result of its own, with a derivative that hookkit has mended."""
     origin = call.origin if isinstance(call, Composite) else None
-    is_operation = origin is not None and origin.rule.ships and origin.call.function is None
-    return is_operation and origin.rule.name not in _KEEP_RESULT
+    if origin is None or not origin.rule.ships or origin.call.function is not None:
+        return False
+    return origin.rule.name not in _KEEP_RESULT
 
 
 # Of those for which a rule ships.
