@@ -1154,20 +1154,24 @@ def test_a_backward_sees_what_the_program_changes_after_the_call():
     assert_same(program, vector())
 
 
-@pytest.mark.xfail(strict=True, reason="a compiled program cannot make a buffer from outside a part of its graph")
-def test_a_buffer_returned_as_dirty_requires_grad_afterwards():
-    def forward(ctx, x, buffer):
+def test_a_buffer_returned_as_dirty_that_would_require_grad_afterwards_is_refused():
+    def forward(ctx, x, buffer, marked):
         buffer.add_(x)
         ctx.mark_dirty(buffer)
+        if marked:
+            ctx.mark_non_differentiable(buffer)
         return x * 2, buffer
 
-    apply = function(forward, lambda ctx, g, h: (100 * g, None)).apply
+    apply = function(forward, lambda ctx, g, h: (100 * g, None, None)).apply
+    with pytest.raises(hookkit.HookError, match="in eager PyTorch it requires grad from then on"):
+        thunder.jit(apply)(vector(), torch.zeros(4, dtype=torch.float64), False)
     found = []
     for run in (apply, thunder.jit(apply)):
-        buffer = torch.zeros(4, dtype=torch.float64)
-        run(vector(), buffer)
-        found.append(buffer.requires_grad)
-    assert found[1] == found[0]
+        x, buffer = vector(), torch.zeros(4, dtype=torch.float64)
+        run(x, buffer, True)[0].sum().backward()
+        found.append((buffer, x.grad))
+        assert not buffer.requires_grad
+    assert_equal(found[1], found[0])
 
 
 def test_an_unused_output_without_dimensions_gives_backward_a_zero_without_dimensions():

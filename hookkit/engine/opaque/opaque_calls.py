@@ -424,6 +424,7 @@ def _write_back(invocation: Invocation, slots: list[Proxy], expected: Expected, 
                 f"{invocation.call} changes the shape of its argument in place, which a compiled program cannot; use "
                 "the operation that returns a new tensor"
             )
+    _refuse_new_history(invocation, slots, expected)
     with tracectx(get_jit_ctx().computation_trace):
         for index, new in zip(expected.changed, results[count : count + len(expected.changed)], strict=True):
             same = [i for i in range(count) if expected.dirty_outputs.get(i) == index]
@@ -432,6 +433,30 @@ def _write_back(invocation: Invocation, slots: list[Proxy], expected: Expected, 
             for i in same:
                 returned[i] = written
     return returned
+
+
+def _refuse_new_history(invocation: Invocation, slots: list[Proxy], expected: Expected) -> None:
+    """Refuse to change a tensor from outside that does not require grad to one that does, which stays so outside.
+
+    Raises:
+        HookError: if the call does that.
+    """
+    given = (*invocation.args, *invocation.kwargs.values())
+    outside = {getattr(w.value, "name", None) for w in given if not invocation.is_made_by_program(w)}
+    trace = get_jit_ctx().computation_trace
+    # the same for each argument that is changed; what is returned as dirty is among the outputs
+    flags = dict(zip(expected.changed, expected.differentiable[len(expected.tensors) :], strict=False))
+    for place, index in expected.dirty_outputs.items():
+        flags[index] = flags.get(index, False) or expected.differentiable[place]
+    for index, differentiable in flags.items():
+        slot: Any = slots[index]
+        if differentiable and slot.name in outside and not gradflow.requires_grad(trace, slot):
+            raise HookError(
+                f"{invocation.call} changes in place a tensor from outside of the program that does not require grad "
+                "(a buffer, say) to one that does: in eager PyTorch it requires grad from then on, which a compiled "
+                "program cannot do. Call ctx.mark_non_differentiable with it, too, or change it under torch.no_grad(), "
+                "or return the new value"
+            )
 
 
 def _runs_functions(trace: Any) -> bool:
