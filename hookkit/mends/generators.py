@@ -26,7 +26,7 @@ from thunder.core.interpreter import (
 from hookkit.mends.mend import Mend
 from hookkit.patch import Patch, around
 
-__all__ = ["MENDS", "make_generator"]
+__all__ = ["MENDS", "make_generator", "raised_in_generator"]
 
 
 class _Throwing:
@@ -106,6 +106,16 @@ def make_generator(stock: Callable[..., Any], frame: Any, compilectx: Any, runti
     return wrap_const(generator())
 
 
+def raised_in_generator(stock: Callable[[Any], Any], error: Any) -> Any:
+    """What leaves a generator, from Python 3.12 on, instead of an exception that it raises.
+
+    Args:
+        stock: thunder's; of ``GeneratorExit``, with which a generator is closed, it asserts that there is none.
+        error: the wrapped exception.
+    """
+    return stock(error) if isinstance(unwrap(error), Exception) else error
+
+
 def _suspended_at(frame: Any) -> tuple[int, bool]:
     """At which instruction a suspended frame is, and whether that is a ``yield from``, its delegate on the stack."""
     instructions = list(dis.get_instructions(frame.code))
@@ -175,6 +185,12 @@ print(seen)
                 around(make_generator),
                 "what a with statement raises does not reach the generator of contextlib.contextmanager",
                 takes=("frame, compilectx, runtimectx",),
+            ),
+            Patch(
+                "thunder.core.interpreter:_stopiteration_error_intrinsic",
+                around(raised_in_generator),
+                "from Python 3.12 on a program fails that closes a generator which handles it",
+                takes=("exc",),
             ),
         ),
     )
