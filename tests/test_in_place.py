@@ -645,3 +645,20 @@ def test_what_an_opaque_call_returns_beside_its_outputs_is_not_changed_without_t
         pytest.raises(hookkit.HookError, match="add_ changes in place what the result of Kept shares"),
     ):
         thunder.jit(program)(matrix())
+
+
+@pytest.mark.parametrize("way", [thunder.jit, thunder.dynamo.thunderfx], ids=["jit", "thunderfx"])
+def test_inputs_that_share_a_part_of_their_memory_are_not_taken_for_one(way):
+    def program(a, b):
+        a.add_(1)
+        return a * 2, b * 3
+
+    compiled = way(program)
+    whole = torch.arange(6.0)
+    compiled(whole, whole.view(2, 3))
+    torch.testing.assert_close(whole, torch.arange(6.0) + 1)
+    for first, second in ((slice(0, 4), slice(2, 6)), (slice(0, 5, 2), slice(0, 3)), (slice(0, 3), slice(3, 6))):
+        with pytest.raises(hookkit.HookError, match="other places in that memory"):
+            compiled(whole[first], whole[second])
+    read = way(lambda a, b: (a * 2, b * 3))
+    torch.testing.assert_close(read(whole[:4], whole[2:]), (whole[:4] * 2, whole[2:] * 3))

@@ -28,6 +28,7 @@ from hookkit.engine.interpreter.side_effects import note_called
 from hookkit.engine.joint import differentiation
 from hookkit.engine.trace import gradflow, in_place_check, recomputation
 from hookkit.engine.trace.composite import export_leaks
+from hookkit.engine.trace.functionalize import LAYOUTS, layouts
 from hookkit.opaque_function import run_opaque
 from hookkit.patch import Patch, around, refuse_if_concerned
 from hookkit.registry import registry
@@ -57,7 +58,11 @@ def _cache_info(stock: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, A
         caller = sys._getframe(1)
         if caller.f_code.co_name == "unpack_inputs":
             cache_guards.remember(info)
+            if info.get("alias_tensor_indices"):
+                info[LAYOUTS] = layouts(info, *cache_guards.traced_arguments())
         elif caller.f_code.co_name == "prologue":
+            if LAYOUTS in caller.f_code.co_consts:
+                info[LAYOUTS] = layouts(info, caller.f_locals["args"], caller.f_locals["kwargs"])
             if RULES_KEY not in caller.f_code.co_consts:
                 raise RuntimeError("this program was compiled without hookkit's rules")
             if cache_guards.STATE in caller.f_code.co_consts:

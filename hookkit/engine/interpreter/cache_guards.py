@@ -43,6 +43,7 @@ __all__ = [
     "recall",
     "remember",
     "settings",
+    "traced_arguments",
     "traced_program",
     "tracing",
 ]
@@ -126,6 +127,12 @@ def traced_program() -> Any:
     """The function or module that is traced."""
     program = _program.get()
     return program.function if program is not None else None
+
+
+def traced_arguments() -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of the program that is traced."""
+    program = _program.get()
+    return (program.args, program.kwargs) if program is not None else ((), {})
 
 
 def note_call(function: Any, *, guarded: bool = True) -> None:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import attrs
+import thunder
 import torch
 from thunder import clang
 from thunder.core import dtypes, prims
@@ -246,6 +247,29 @@ def _put(bsym: Any, base: TensorProxy, value: TensorProxy, part: TensorProxy) ->
     return clang.reshape(prims.scatter(flat, places, clang.reshape(part, (part.numel,)), 0), value.shape)
 
 
+# Under this name thunder's record of what a program depends on (``cache_info``) holds what :func:`layouts` says.
+LAYOUTS = "hookkit_layouts"
+
+
+def layouts(info: dict[str, Any], args: Any, kwargs: Any) -> str:
+    """Where the arguments of a program lie that share memory; empty if those that do have the same places in order.
+
+    Args:
+        info: thunder's record; it says which arguments share memory, not which parts of it.
+        args: the arguments.
+        kwargs: those with names.
+    """
+    flat, _ = tree_flatten((args, kwargs))
+    groups = [[int(i) for i in group.split(",")] for group in info["alias_tensor_indices"].split("-") if group]
+    found = []
+    for group in groups:
+        tensors = [flat[i] for i in group if i < len(flat) and isinstance(flat[i], torch.Tensor)]
+        places = [(t.storage_offset(), t.is_contiguous() or (t.shape, t.stride())) for t in tensors]
+        if any(p != places[0] for p in places):
+            found.append(f"{group}: {[(t.storage_offset(), tuple(t.shape), t.stride()) for t in tensors]}")
+    return "; ".join(found)
+
+
 def _changed_groups(trace: Any, arguments: list[Any], groups: list[list[int]]) -> list[list[int]]:
     """Of the groups of arguments that share memory those into which something is written.
 
@@ -262,11 +286,13 @@ def _changed_groups(trace: Any, arguments: list[Any], groups: list[list[int]]) -
         writer = next((written[m.name] for m in members if m.name in written), None)
         if writer is None:
             continue
-        if len({(m.numel, m.requires_grad) for m in members}) > 1:
+        is_one = thunder._get_cache_info().get(LAYOUTS, "") == ""
+        if not is_one or len({(m.numel, m.requires_grad) for m in members}) > 1:
             raise HookError(
                 f"{writer.sym.name} changes an input of the compiled program in place that shares memory with another "
-                f"one ({place(writer)}), which has another size, or gets a gradient where the other gets none; thunder "
-                "takes the two for one, eager PyTorch does not. Clone one of the two."
+                f"one ({place(writer)}), which has another size or other places in that memory, or gets a "
+                "gradient where the other gets none; thunder takes the two for one, eager PyTorch does not. Clone one "
+                "of the two."
             )
         found.append(group)
     return found
