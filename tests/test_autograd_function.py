@@ -1133,10 +1133,11 @@ def test_an_iterator_that_the_program_makes_is_advanced():
 # -------------------------------------------------------------------------------------------------------- known to fail
 
 
-@pytest.mark.xfail(strict=True, reason="the backward is interpreted when the program is traced, with what it sees then")
-def test_a_backward_sees_what_the_program_changes_after_the_call():
+@pytest.mark.parametrize("kept", ["variable", "list"])
+@pytest.mark.parametrize("changes", [True, False])
+def test_a_backward_that_sees_what_the_program_changes_after_the_call_is_refused(kept, changes):
     def program(x):
-        factor = 2.0
+        factor, factors = 2.0, [2.0]
 
         class Late(Function):
             @staticmethod
@@ -1145,13 +1146,20 @@ def test_a_backward_sees_what_the_program_changes_after_the_call():
 
             @staticmethod
             def backward(ctx, grad):
-                return 100 * grad * factor
+                return 100 * grad * (factor if kept == "variable" else factors[0])
 
-        y = Late.apply(x)
-        factor = 3.0
+        factor = 2.5
+        y = Late.apply(Late.apply(x))
+        if changes:
+            factor = 3.0
+            factors[0] = 3.0
         return y * factor
 
-    assert_same(program, vector())
+    if changes:
+        with pytest.raises(hookkit.HookError, match=r"the program changes a .* after Late\(\)"):
+            thunder.jit(program)(vector())
+    else:
+        assert_same(program, vector())
 
 
 def test_a_buffer_returned_as_dirty_that_would_require_grad_afterwards_is_refused():

@@ -48,6 +48,8 @@ __all__ = ["PATCHES", "lookaside_for", "trace_program"]
 _untraceable: ContextVar[dict[Any, str]] = ContextVar("hookkit_untraceable")
 # The same of what is traced and cannot be a region.
 _no_regions: ContextVar[dict[Any, str]] = ContextVar("hookkit_no_regions")
+# What the backwards of traced calls close over, as it was when they were interpreted, with the calls.
+_closed_over: ContextVar[list[tuple[State, Call]]] = ContextVar("hookkit_closed_over")
 _running: ContextVar[tuple[tuple[Rule[..., Any], Any], ...]] = ContextVar("hookkit_running_rules", default=())
 
 
@@ -120,9 +122,12 @@ def trace_program(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     _forget_autocast(get_compile_data().autocast_stack)
     while True:
         token, other = _untraceable.set(untraceable), _no_regions.set(no_regions)
+        closed_over = _closed_over.set([])
         try:
             with extensions.around_tracing(args[0]), cache_guards.tracing(*args[:3]):
-                return stock(*args, **kwargs)
+                traced = stock(*args, **kwargs)
+            _refuse_later_changes()
+            return traced
         except InterpreterError as error:
             cause = error.__cause__
             if isinstance(cause, RecursionError):
@@ -153,6 +158,29 @@ def trace_program(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         finally:
             _untraceable.reset(token)
             _no_regions.reset(other)
+            _closed_over.reset(closed_over)
+
+
+def _note_closed_over(invocation: Invocation, composite: Composite) -> None:
+    """Note what the backward of a traced call closes over."""
+    backward = getattr(invocation.call.function, "backward", None)
+    if composite.backward is not None and getattr(backward, "__closure__", None):
+        _closed_over.get().append((State.reachable_from([backward]), invocation.call))
+
+
+def _refuse_later_changes() -> None:
+    """Refuse a program that changes, after a call, what the backward of that closes over.
+
+    Raises:
+        HookError: if there is one: in eager PyTorch the backward runs later, and sees the change.
+    """
+    for state, call in _closed_over.get():
+        if (changed := state.changed_here()) is not None:
+            raise HookError(
+                f"the program changes {changed} after {call}, and the backward of that, which was interpreted with "
+                "what it was before, closes over it; in eager PyTorch the backward runs later, and sees the change. "
+                "Hand the value to apply as an argument, and keep it on ctx"
+            )
 
 
 _RECURSION = (
@@ -338,6 +366,7 @@ def _run(invocation: Invocation, record: call_log.CallRecord) -> Any:
                 composite, returned = regions.as_region(composite, returned)
             record.no_region = reason
         _note(record, composite)
+        _note_closed_over(invocation, composite)
         if not everything.changed():
             replay.remember(trace, key, invocation, composite, returned, everything)
         return bind_call(invocation, composite, returned)

@@ -73,6 +73,12 @@ class State:
         found += [f"the attribute {n!r}" for o, n, v in self.slots.values() if getattr(o, n, _MISSING) is not v]
         return found
 
+    def changed_here(self) -> str | None:
+        """What a program changed that it holds itself, a variable or a container, in words; None if nothing."""
+        if any(contents(cell, _MISSING) is not value for cell, value in self.cells.values()):
+            return "a variable"
+        return next((f"a {type(o).__name__}" for o, copy in self.containers.values() if not _same(o, copy)), None)
+
     def overwritten(self) -> bool:
         """Whether a container holds another value than it did; one taken out, or None in its place, frees memory."""
         return any(
