@@ -336,6 +336,8 @@ def drawn(seed: int) -> Recipe:
     """The program of a seed."""
     chance = random.Random(seed)
     blocks = [(_drawn_piece(chance), chance.choice(list(AROUND))) for _ in range(chance.randint(2, 5))]
+    # a compiled checkpoint updates running statistics once, an eager one twice (docs/reference/contract.md)
+    blocks = [(p, "" if p == "BatchNorm1d" and a.startswith("checkpoint") else a) for p, a in blocks]
     shapes = [(chance.randint(2, 4),) * chance.randint(1, 2) for _ in range(STEPS)]
     return Recipe(
         seed=seed,
