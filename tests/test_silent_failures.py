@@ -51,3 +51,28 @@ def test_the_programs_own_exceptions_are_as_they_are():
     with pytest.raises(AssertionError) as raised:
         thunder.jit(program)(torch.ones(2))
     assert not hasattr(raised.value, "__notes__")
+
+
+_calls_so_far = {"n": 0}
+
+
+class _Counts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        _calls_so_far["n"] += 1
+        return torch.from_numpy(x.detach().numpy() * 2)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 100
+
+
+@pytest.mark.filterwarnings("ignore::hookkit.OpaqueFallbackWarning", "ignore::hookkit.errors.MetaWarning")
+def test_a_program_that_reads_what_an_opaque_call_has_changed_is_told_its_line():
+    def program(x):
+        return _Counts.apply(x) + _calls_so_far["n"]
+
+    with pytest.raises(RuntimeError, match="out of sync") as raised:
+        thunder.jit(program)(torch.ones(2, requires_grad=True))
+    (note,) = raised.value.__notes__
+    assert f"The program was at {__file__}:{program.__code__.co_firstlineno + 1}." in note

@@ -71,18 +71,21 @@ def in_words(error: BaseException) -> str:
 def of_silent_failure(error: BaseException) -> str | None:
     """What an exception of thunder's without a text does not say: the line that raised it, and the program's.
 
+    Nor one that says that something it wrapped is out of sync: an opaque call has changed it since the program read it.
+
     Args:
         error: what ended the tracing of a program. None is said of one with a text, or that the user's own line raised.
     """
     found = error.__cause__ if isinstance(error, InterpreterError) and error.__cause__ is not None else error
     frames = traceback.extract_tb(found.__traceback__)
-    if str(found).strip() or not frames or is_users(frames[-1].filename):
+    text = str(found).strip()
+    if (text and "out of sync" not in text) or not frames or is_users(frames[-1].filename):
         return None
     last = frames[-1]
     users = [f for f in frames if is_users(f.filename)]
     place = Source(users[-1].filename, users[-1].lineno or 0) if users else _line_around()
     return (
-        f"thunder ended the tracing of the program with {type(found).__name__}, without a text, in {last.name}() at "
+        f"thunder ended the tracing of the program with {type(found).__name__}{'' if text else ', without a text,'} in {last.name}() at "
         f"{Source(last.filename, last.lineno or 0)}: {last.line}\n"
         f"{'The program was at' if users else 'The program is called at'} {place}. What it does there is not supported "
         "by thunder: do it outside of the compiled program, or in a function that runs as one operator, "
