@@ -84,8 +84,9 @@ def of_silent_failure(error: BaseException) -> str | None:
     last = frames[-1]
     users = [f for f in frames if is_users(f.filename)]
     place = Source(users[-1].filename, users[-1].lineno or 0) if users else _line_around()
+    said = "" if text else ", without a text,"
     return (
-        f"thunder ended the tracing of the program with {type(found).__name__}{'' if text else ', without a text,'} in {last.name}() at "
+        f"thunder ended the tracing of the program with {type(found).__name__}{said} in {last.name}() at "
         f"{Source(last.filename, last.lineno or 0)}: {last.line}\n"
         f"{'The program was at' if users else 'The program is called at'} {place}. What it does there is not supported "
         "by thunder: do it outside of the compiled program, or in a function that runs as one operator, "
