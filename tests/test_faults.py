@@ -18,7 +18,7 @@ from torch.autograd import Function
 import hookkit
 from hookkit.engine.dispatch import takeover
 from hookkit.engine.interpreter import cache_guards, call_log
-from hookkit.engine.opaque import metadata, opaque_calls
+from hookkit.engine.opaque import metadata, opaque_calls, tried_out
 from hookkit.engine.pytorch import graph_run
 from hookkit.engine.trace import composite, functionalize
 from hookkit.engine.traced import replay, traced_call
@@ -50,7 +50,7 @@ def state():
         "function modes": torch.overrides._len_torch_function_stack(),
         "dispatch modes": torch._C._len_torch_dispatch_stack(),
         "random": (random.getstate(), torch.random.get_rng_state().tolist()),
-        "log": metadata._fake_tensor_log.disabled,
+        "log": tried_out._fake_tensor_log.disabled,
     }
 
 
