@@ -39,6 +39,7 @@ FRAMEWORK: dict[str, dict[str, Any]] = {
     "hookkit.engine.trace.functionalize": _ALL,
     "hookkit.engine.joint.autograd_link": _ALL,
     "hookkit.engine.joint.transforms": _ALL,
+    "hookkit.engine.joint.inductor_parts": _THUNDERFX,
     "hookkit.engine.interpreter.cache_guards": _ALL,
     "hookkit.engine.opaque.opaque_calls": _ALL,
     "hookkit.engine.dispatch.splits": {"lost": "thunderfx splits graphs at calls of rules", "concerns_thunderfx": True},

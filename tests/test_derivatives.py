@@ -309,6 +309,15 @@ def test_a_program_that_changes_what_it_reads_is_refused_when_the_second_derivat
         first.sum().backward()
 
 
+@pytest.mark.parametrize("jit", [thunder.jit, through_dynamo])
+def test_a_program_without_calls_of_rules_that_changes_what_it_reads_is_refused_likewise(jit):
+    x = vector()
+    output = jit(lambda h, x: h.mul_(x).cos())(x * 2, x)
+    (first,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    with pytest.raises(hookkit.HookError, match="changed in place by the program itself"):
+        first.sum().backward()
+
+
 def test_random_numbers_that_are_not_torchs_are_refused_when_the_second_derivative_is_asked_for():
     import random
 

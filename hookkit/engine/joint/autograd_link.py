@@ -20,7 +20,7 @@ from hookkit.engine.pytorch.provider_function import refusing
 from hookkit.engine.trace import reachability
 from hookkit.patch import Patch, around
 
-__all__ = ["PATCHES", "Functions", "backward", "connect"]
+__all__ = ["PATCHES", "Functions", "backward", "connect", "is_to_have_graph", "refuse_derivative"]
 
 
 _NODES = (ThunderFunction, ThunderOutputFunction)
@@ -100,16 +100,22 @@ def backward(stock: Callable[..., Any], ctx: Any, *gradients: Any) -> Any:
     """
     names = _functions(ctx.saved_other)
     obstacle = "thunder differentiated it in a way that hookkit does not know"
-    if torch.is_grad_enabled() or _in_transform():
+    if is_to_have_graph():
         try:
             if names is not None and names.kept is not None:
                 return _backward_again(ctx, names, gradients)
         except NotAgain as error:
             obstacle = str(error)
-        inputs = [v for v in (names.kept.inputs or ()) if isinstance(v, torch.Tensor)] if names and names.kept else []
+        kept = names.kept if names is not None else None
+        inputs = (kept.inputs if kept is not None else None) or ()
         received = [*(ctx.side_channel or {}).get("bw", gradients)]  # thunder empties the list of the gradients
-        return _refusing(obstacle, [*inputs, *received], _backward_once(stock, ctx, names, gradients))
+        return refuse_derivative(obstacle, [*inputs, *received], _backward_once(stock, ctx, names, gradients))
     return _backward_once(stock, ctx, names, gradients)
+
+
+def is_to_have_graph() -> bool:
+    """Whether the backward that is running is asked for gradients that have a graph, or for many at once."""
+    return torch.is_grad_enabled() or _in_transform()
 
 
 def _in_transform() -> bool:
@@ -162,7 +168,7 @@ def _backward_again(ctx: Any, names: Functions, gradients: tuple[Any, ...]) -> t
     return (*[None] * leading, *found)
 
 
-def _refusing(obstacle: str, depends_on: list[Any], result: tuple[Any, ...]) -> tuple[Any, ...]:
+def refuse_derivative(obstacle: str, depends_on: list[Any], result: tuple[Any, ...]) -> tuple[Any, ...]:
     """Gradients whose own derivative is refused: on the way from them to all that they depend on."""
     message = (
         f"the second derivative of a program compiled by thunder cannot be computed: {obstacle}. PyTorch would have to "

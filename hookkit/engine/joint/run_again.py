@@ -38,6 +38,7 @@ from hookkit.engine.values.captured import fill
 from hookkit.engine.values.wrapping import Slot, as_torch_names, leaves, map_leaves
 
 __all__ = [
+    "Again",
     "Builder",
     "GeneratorStates",
     "Kept",
@@ -69,6 +70,12 @@ class GeneratorStates:
             for device, state in enumerate(self._cuda):
                 torch.cuda.set_rng_state(state, device)
             yield
+
+    def have_moved(self) -> bool:
+        """Whether a number has been drawn since."""
+        states = torch.cuda.get_rng_state_all() if self._cuda else []
+        moved = any(not torch.equal(*both) for both in zip(states, self._cuda, strict=True))
+        return moved or not torch.equal(torch.get_rng_state(), self._cpu)
 
 
 def may_draw(trace: Any) -> bool:
@@ -110,9 +117,9 @@ class Program:
 
     trace: Any
     differentiable: Sequence[bool]
-    _built: _Built | NotAgain | None = attrs.field(init=False, default=None)
+    _built: Again | NotAgain | None = attrs.field(init=False, default=None)
 
-    def built(self) -> _Built:
+    def built(self) -> Again:
         """The program as a function that PyTorch differentiates, made when it is first asked for.
 
         Raises:
@@ -129,7 +136,7 @@ class Program:
 
 
 @attrs.frozen
-class _Built:
+class Again:
     """A program as a function that PyTorch differentiates.
 
     Attributes:
@@ -146,22 +153,37 @@ class _Built:
 class Kept:
     """What one run of a program keeps to be run again: references to its inputs, and how often they were changed."""
 
-    __slots__ = ("draws", "inputs", "program", "versions")
+    __slots__ = ("_why_released", "draws", "inputs", "program", "versions")
 
-    def __init__(self, program: Program, inputs: Sequence[Any], draws: GeneratorStates | None) -> None:
+    def __init__(self, program: Any, inputs: Sequence[Any], draws: GeneratorStates | None) -> None:
+        """Begin.
+
+        Args:
+            program: what has run: a `Program`, or what like it has ``built``.
+            inputs: its inputs.
+            draws: the state that torch's generators had, if it may draw random numbers.
+        """
         self.program = program
         self.inputs: Sequence[Any] | None = inputs
-        self.versions = [t._version if isinstance(t, torch.Tensor) and not t.is_inference() else 0 for t in inputs]
+        self.versions = _versions(inputs)
         self.draws = draws
+        self._why_released = ""
 
     @property
     def count(self) -> int:
         """How many inputs the program takes."""
         return len(self.versions)
 
-    def release(self) -> None:
-        """Let go of the inputs: the graph is freed."""
-        self.inputs = None
+    def changed(self) -> int | None:
+        """The place of an input that has been changed in place since the program began to run."""
+        if self.inputs is None or (now := _versions(self.inputs)) == self.versions:
+            return None
+        return next(i for i, (a, b) in enumerate(zip(now, self.versions, strict=True)) if a != b)
+
+    def release(self, why: str = "its graph has been freed (retain_graph=True keeps it)") -> None:
+        """Let go of the inputs."""
+        if self.inputs is not None:
+            self.inputs, self._why_released = None, why
 
     def check(self) -> None:
         """See whether the program can be run again.
@@ -170,7 +192,7 @@ class Kept:
             NotAgain: if it cannot.
         """
         if self.inputs is None:
-            raise NotAgain("its graph has been freed (retain_graph=True keeps it)")
+            raise NotAgain(self._why_released)
         built = self.program.built()
         for place, (value, version, read) in enumerate(zip(self.inputs, self.versions, built.read, strict=True)):
             if not read or not isinstance(value, torch.Tensor):
@@ -229,6 +251,10 @@ class Kept:
             yield
 
 
+def _versions(values: Sequence[Any]) -> list[int]:
+    return [t._version if isinstance(t, torch.Tensor) and not t.is_inference() else 0 for t in values]
+
+
 class Builder:
     """Makes of a trace one that PyTorch's executor runs, and whose every operation PyTorch differentiates."""
 
@@ -251,7 +277,7 @@ class Builder:
         self._has_written = False
         self._known = {a.name for a in trace.args if isinstance(a, Proxy)}
 
-    def build(self, differentiable: Sequence[bool]) -> _Built:
+    def build(self, differentiable: Sequence[bool]) -> Again:
         """The program as a function.
 
         Raises:
@@ -268,7 +294,7 @@ class Builder:
         read = {a.name for b in trace.bound_symbols if b.sym.id not in unpacks for a in b.flat_proxy_args}
         run = transform_for_execution(trace, [pytorch]).python_callable(include_decorators=False)
         names = [getattr(a, "name", None) for a in self._source.args]
-        return _Built(run, [n in read for n in names], frozenset(i for i, n in enumerate(names) if n in self._written))
+        return Again(run, [n in read for n in names], frozenset(i for i, n in enumerate(names) if n in self._written))
 
     def _swapped(self, proxy: Any) -> Any:
         return self._now.get(variableify(proxy), proxy) if isinstance(proxy, Proxy) else proxy
