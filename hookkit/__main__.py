@@ -21,7 +21,7 @@ import attrs
 import torch
 
 import hookkit
-from hookkit import compat, doctor, patch, plugin
+from hookkit import compat, doctor, install, patch
 from hookkit.entry_points import ENTRY_POINT_GROUP, entry_points
 from hookkit.errors import HookError
 from hookkit.reporting import explain
@@ -114,7 +114,7 @@ def _versions() -> dict[str, str]:
         "Python": f"{platform.python_version()} on {platform.platform()}",
         "torch": torch.__version__,
         "thunder": importlib.metadata.version("lightning-thunder"),
-        "hookkit": f"{hookkit.__version__}, {'enabled' if plugin.is_enabled() else 'disabled'}",
+        "hookkit": f"{hookkit.__version__}, {'enabled' if install.is_enabled() else 'disabled'}",
     }
     if torch.cuda.is_available():
         versions["CUDA"] = f"{torch.version.cuda}, {torch.cuda.get_device_name()}"

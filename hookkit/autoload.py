@@ -1,7 +1,7 @@
 """The import hook that brings hookkit and thunder together, in whichever order the program imports them.
 
 While thunder is imported the hook gives torch what thunder needs and newer torch lacks (``hookkit.compat``); as soon
-as thunder is imported it enables the rules (``hookkit.plugin``). ``import hookkit`` puts it in place, and so does
+as thunder is imported it enables the rules (``hookkit.install``). ``import hookkit`` puts it in place, and so does
 ``import torch``, through the entry point ``torch.backends``. Every torch program runs this module: at module level it
 imports the standard library only.
 """
@@ -83,8 +83,8 @@ def disable() -> None:
         >>> hookkit.enable()
     """
     _hook.wanted = False
-    if "hookkit.plugin" in sys.modules:
-        _plugin().disable()
+    if "hookkit.install" in sys.modules:
+        _installer().disable()
 
 
 def is_enabled() -> bool:
@@ -98,15 +98,15 @@ def is_enabled() -> bool:
         >>> hookkit.is_enabled()
         True
     """
-    if "hookkit.plugin" in sys.modules:
-        return bool(_plugin().is_enabled())
+    if "hookkit.install" in sys.modules:
+        return bool(_installer().is_enabled())
     return _hook.wanted
 
 
-def _plugin() -> Any:
-    from hookkit import plugin  # imports thunder
+def _installer() -> Any:
+    from hookkit import install  # imports thunder
 
-    return plugin
+    return install
 
 
 def _put_hook() -> None:
@@ -167,7 +167,7 @@ def _enable_when_imported() -> None:
     """Enable the rules, if thunder is imported, as soon as no module of thunder or hookkit is half imported.
 
     thunder is half imported where its own import brings in torch or hookkit, and a module of hookkit where its import
-    brings in thunder: ``hookkit.plugin``, which enables the rules, could then not be imported.
+    brings in thunder: ``hookkit.install``, which enables the rules, could then not be imported.
     """
     if not _hook.wanted or "thunder" not in sys.modules:
         return
@@ -175,7 +175,7 @@ def _enable_when_imported() -> None:
         if name.partition(".")[0] in ("thunder", "hookkit") and _is_importing(name):
             _enable_after(sys.modules[name].__spec__)
             return
-    _plugin().enable(mends=_hook.mends)
+    _installer().enable(mends=_hook.mends)
 
 
 def _is_importing(name: str) -> bool:

@@ -1,6 +1,6 @@
 """Patch: one thing of thunder's or torch's that hookkit replaces while it is enabled, and whether it fits.
 
-Each module of the engine declares its own, in ``PATCHES``; ``hookkit/plugin.py`` installs them, each by itself. A patch
+Each module of the engine declares its own, in ``PATCHES``; ``hookkit/install.py`` installs them, each by itself. One
 that does not fit the installed torch or thunder is left out and stands in `left_out`, where the engine finds it.
 """
 

@@ -26,8 +26,8 @@ from hookkit.engine.dispatch.inspection import (
 from hookkit.engine.interpreter.call_log import CallRecord
 from hookkit.engine.joint.transforms import eager_runs_of
 from hookkit.errors import HookError
+from hookkit.install import is_enabled
 from hookkit.notebook import html_table
-from hookkit.plugin import is_enabled
 from hookkit.registry import rules
 from hookkit.targets import NameTarget
 

@@ -28,7 +28,7 @@ ORDER = [
     ["comparison.py"],
     ["diagnosis.py"],
     ["reporting.py"],
-    ["plugin.py"],
+    ["install.py"],
     ["mends/"],
     ["engine/dispatch/"],
     ["engine/opaque/"],
@@ -59,11 +59,11 @@ ORDER = [
     ["autoload.py"],
 ]
 # Modules that import the standard library alone, and what their functions may import besides, upwards too.
-STDLIB_ONLY = {"autoload.py": ["plugin.py", "compat.py"]}
+STDLIB_ONLY = {"autoload.py": ["install.py", "compat.py"]}
 # The folders of rules, which use nothing that a user's could not.
 RULES = ("rules/", "mends/rules/")
 # What only these import, and the folder itself.
-ONLY_BY = {"mends/": ["plugin.py"]}
+ONLY_BY = {"mends/": ["install.py"]}
 # The only modules that assign to attributes of torch or thunder.
 INSTALLERS = ["patch.py", "compat.py"]
 

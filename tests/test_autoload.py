@@ -1,6 +1,6 @@
 """hookkit/autoload.py and hookkit/__init__.py: every order of imports, each in a process of its own.
 
-Most tests put small stand-ins for torch, thunder and ``hookkit.plugin`` beside the real two files, so that a process
+Most tests put small stand-ins for torch, thunder and ``hookkit.install`` beside the real two files, so that a process
 takes a fraction of a second; those under "The real packages" use the real ones.
 """
 
@@ -50,7 +50,7 @@ ENTRY_POINT = {
 STATE = """
 def plugin_state():
     import sys
-    return sys.modules["hookkit.plugin"].state if "hookkit.plugin" in sys.modules else None
+    return sys.modules["hookkit.install"].state if "hookkit.install" in sys.modules else None
 """
 
 
@@ -76,8 +76,8 @@ def python(*arguments: str, path: list[Path], **environment: str) -> str:
 
 @pytest.fixture
 def program(tmp_path):
-    """Returns a function that runs a program with small stand-ins for torch, thunder and ``hookkit.plugin``."""
-    write(tmp_path, {"torch/__init__.py": TORCH, "hookkit/plugin.py": PLUGIN, "state.py": STATE, **ENTRY_POINT})
+    """Returns a function that runs a program with small stand-ins for torch, thunder and ``hookkit.install``."""
+    write(tmp_path, {"torch/__init__.py": TORCH, "hookkit/install.py": PLUGIN, "state.py": STATE, **ENTRY_POINT})
     write(tmp_path, {"thunder/__init__.py": "import torch\nimport thunder.core\njit = 1", "thunder/core.py": ""})
     for name in ("__init__.py", "autoload.py"):
         shutil.copy(ROOT / "hookkit" / name, tmp_path / "hookkit" / name)
@@ -104,7 +104,7 @@ def program(tmp_path):
         "import hookkit; import torch; import thunder",
         "import thunder.core",
         "from thunder import jit",
-        "import hookkit.plugin",
+        "import hookkit.install",
         "import hookkit.autoload; import thunder",
     ],
 )
@@ -151,7 +151,7 @@ def test_thunder_imported_by_a_module_of_hookkit_waits_for_that_module(program):
     program(
         "import hookkit\nhookkit.rule\nassert plugin_state() == ['on']",
         files={
-            "hookkit/plugin.py": f"from hookkit.declare import rule\n{PLUGIN}",
+            "hookkit/install.py": f"from hookkit.declare import rule\n{PLUGIN}",
             "hookkit/declare.py": "import hookkit.engine, state\nrule = 1\nassert not state.plugin_state()",
             "hookkit/engine.py": "import thunder",
         },
@@ -218,7 +218,7 @@ def test_rules_that_cannot_be_enabled_are_one_warning_and_an_error_of_enable(pro
             import thunder, hookkit
         assert thunder.jit == 1 and not hookkit.is_enabled()
         (warning,) = caught
-        assert warning.category is RuntimeWarning and "ZeroDivisionError('in the plugin')" in str(warning.message)
+        assert warning.category is RuntimeWarning and "ZeroDivisionError('in install')" in str(warning.message)
         try:
             hookkit.enable()
         except ZeroDivisionError:
@@ -226,7 +226,7 @@ def test_rules_that_cannot_be_enabled_are_one_warning_and_an_error_of_enable(pro
         else:
             raise AssertionError
         """,
-        files={"hookkit/plugin.py": "raise ZeroDivisionError('in the plugin')"},
+        files={"hookkit/install.py": "raise ZeroDivisionError('in install')"},
     )
 
 

@@ -1,4 +1,4 @@
-"""hookkit.plugin: what is installed into thunder, and that all of it is taken out again."""
+"""hookkit.install: what is installed into thunder, and that all of it is taken out again."""
 
 import sys
 from types import ModuleType
@@ -8,14 +8,14 @@ import torch
 from agreement import assert_agrees
 
 import hookkit
-from hookkit import plugin
+from hookkit import install
 
 MISSING = object()
 
 
 def holders():
     """What hookkit replaces something in, once each."""
-    found = [p.locate()[0] for p in plugin._patches() if p.is_wanted()]
+    found = [p.locate()[0] for p in install._patches() if p.is_wanted()]
     return {id(holder): holder for holder in found}.values()
 
 
@@ -63,7 +63,7 @@ def test_disable_leaves_everything_that_was_touched_as_it_was():
 def test_enabling_twice_is_enabling_once():
     hookkit.enable()
     hookkit.enable()
-    installed = list(plugin._installed)
+    installed = list(install._installed)
     assert len({(id(p.holder), p.key) for p in installed}) == len(installed)
     hookkit.disable()
     assert not hookkit.is_enabled()
@@ -86,8 +86,8 @@ def test_executors_of_the_users_keep_working_with_traced_and_opaque_calls():
 
 
 def test_thunder_compile_takes_hookkit_as_a_plugin():
-    assert thunder.plugins.get_plugin("hookkit") is plugin.Plugin
+    assert thunder.plugins.get_plugin("hookkit") is install.Plugin
     hookkit.disable()
-    plugin.Plugin().setup_executors()
+    install.Plugin().setup_executors()
     assert hookkit.is_enabled()
     assert_agrees(lambda x: Cube.apply(x) * 2, torch.randn(3, requires_grad=True))

@@ -42,23 +42,23 @@ def test_imports_that_point_downwards_are_accepted(violations):
 @pytest.mark.parametrize(
     "statement",
     [
-        "import hookkit.plugin",
-        "from hookkit import plugin",
-        "from hookkit.plugin import enable",
-        "from . import plugin",
-        "from .plugin import enable",
-        "def late():\n    from hookkit.plugin import enable",
-        "try:\n    from hookkit.plugin import enable\nexcept ImportError:\n    pass",
+        "import hookkit.install",
+        "from hookkit import install",
+        "from hookkit.install import enable",
+        "from . import install",
+        "from .install import enable",
+        "def late():\n    from hookkit.install import enable",
+        "try:\n    from hookkit.install import enable\nexcept ImportError:\n    pass",
     ],
 )
 def test_an_import_that_points_upwards_is_a_violation(violations, statement):
-    (found,) = violations({"__init__.py": "", "plugin.py": "", "registry.py": "import os\n" + statement})
+    (found,) = violations({"__init__.py": "", "install.py": "", "registry.py": "import os\n" + statement})
     assert found.startswith("hookkit/registry.py:")
-    assert found.endswith("imports hookkit/plugin.py, which is not below hookkit/registry.py")
+    assert found.endswith("imports hookkit/install.py, which is not below hookkit/registry.py")
 
 
 def test_the_line_is_that_of_the_import(violations):
-    (found,) = violations({"plugin.py": "", "registry.py": "import os\n\nimport hookkit.plugin\n"})
+    (found,) = violations({"install.py": "", "registry.py": "import os\n\nimport hookkit.install\n"})
     assert found.startswith("hookkit/registry.py:3: ")
 
 
@@ -73,10 +73,10 @@ def test_an_import_for_annotations_only_may_point_upwards(violations):
         if TYPE_CHECKING:
             from hookkit.rule import Rule
         else:
-            import hookkit.plugin
+            import hookkit.install
     """
-    (found,) = violations({"rule.py": "", "plugin.py": "", "registry.py": source})
-    assert "imports hookkit/plugin.py" in found
+    (found,) = violations({"rule.py": "", "install.py": "", "registry.py": source})
+    assert "imports hookkit/install.py" in found
 
 
 def test_modules_of_one_group_do_not_import_each_other(violations, monkeypatch):
@@ -93,9 +93,9 @@ def test_an_entry_inside_a_folder_takes_precedence_over_the_folder(violations, m
 
 def test_mends_are_imported_by_each_other_and_by_what_installs_them(violations):
     files = {"mends/mend.py": "", "mends/threads.py": "from hookkit.mends import mend", "__init__.py": ""}
-    assert violations(files | {"plugin.py": "from hookkit.mends import threads"}) == []
+    assert violations(files | {"install.py": "from hookkit.mends import threads"}) == []
     (found,) = violations({"reporting.py": "from hookkit.mends import threads"})
-    assert found.endswith("imports hookkit/mends/threads.py, which only plugin.py may")
+    assert found.endswith("imports hookkit/mends/threads.py, which only install.py may")
 
 
 @pytest.mark.parametrize("path", ["helpers.py", "extra/__init__.py"])
@@ -111,23 +111,23 @@ def test_autoload_imports_the_standard_library_and_in_functions_plugin_and_compa
         def install():
             import sys
             from hookkit import compat
-            from hookkit.plugin import enable
+            from hookkit.install import enable
     """
-    assert not violations({"autoload.py": source, "plugin.py": "", "compat.py": ""})
+    assert not violations({"autoload.py": source, "install.py": "", "compat.py": ""})
 
 
 @pytest.mark.parametrize(
     "source",
     [
         "import attrs",
-        "import hookkit.plugin",
+        "import hookkit.install",
         "from hookkit.errors import HookError",
         "def install():\n    import thunder",
         "def install():\n    from hookkit.errors import HookError",
     ],
 )
 def test_autoload_imports_nothing_else(violations, source):
-    (found,) = violations({"autoload.py": source, "plugin.py": "", "errors.py": ""})
+    (found,) = violations({"autoload.py": source, "install.py": "", "errors.py": ""})
     assert "only the standard library may be imported here" in found
 
 

@@ -14,10 +14,10 @@ import thunder.dynamo
 import torch
 
 import hookkit
-from hookkit import compat, plugin
+from hookkit import compat, install
 from hookkit.engine.dispatch import extensions
 
-MENDS = plugin.mends()
+MENDS = install.mends()
 SHOWN = [pytest.param(mend, id=mend.name) for mend in MENDS if mend.program]
 NAME = "program_of_a_mend"
 EAGER = types.SimpleNamespace(jit=lambda f: f, dynamo=types.SimpleNamespace(thunderfx=lambda f: f))
@@ -85,7 +85,7 @@ def test_each_mend_has_a_name_of_its_own_and_does_something():
 
 
 def test_extensions_are_there_while_hookkit_is_enabled_and_are_taken_out():
-    installed = [mend.extension for mend in plugin._mends() if mend.extension is not None]
+    installed = [mend.extension for mend in install._mends() if mend.extension is not None]
     assert extensions._in_force == installed
     assert extensions._answers.keys() == {callee for extension in installed for callee in extension.answers}
     hookkit.disable()
@@ -100,12 +100,12 @@ def test_extensions_are_there_while_hookkit_is_enabled_and_are_taken_out():
 
 def test_without_mends_their_patches_and_rules_are_not_in_force():
     of_mends = {rule.name for rule in hookkit.rules() if rule.is_mend}
-    targets = {str(patch) for mend in plugin._mends() for patch in mend.patches}
+    targets = {str(patch) for mend in install._mends() for patch in mend.patches}
     assert {"relu", "sigmoid"} <= of_mends
     try:
         hookkit.enable(mends=False)
         assert of_mends.isdisjoint(rule.name for rule in hookkit.rules())
-        assert {str(installed.patch) for installed in plugin._installed}.isdisjoint(targets)
+        assert {str(installed.patch) for installed in install._installed}.isdisjoint(targets)
     finally:
         hookkit.enable(mends=True)
     assert of_mends <= {rule.name for rule in hookkit.rules()}

@@ -17,12 +17,12 @@ import torch
 from agreement import assert_same, run
 
 import hookkit
-from hookkit import patch, plugin
+from hookkit import install, patch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "docs"))
 from contract import CASES
 
-PATCHES = plugin._patches()
+PATCHES = install._patches()
 NEEDED = [p for p in PATCHES if p.needed]
 OTHERS = [p for p in PATCHES if not p.needed and not p.optional]
 
@@ -50,9 +50,9 @@ def program(x):
 def enabled_with(patches):
     """The time in which these patches, and no others, make up hookkit."""
     hookkit.disable()
-    plugin._warned.clear()
+    install._warned.clear()
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(plugin, "_patches", lambda: patches)
+        monkeypatch.setattr(install, "_patches", lambda: patches)
         try:
             with pytest.warns(hookkit.PluginWarning) as caught:
                 hookkit.enable()
@@ -216,7 +216,7 @@ def test_a_module_of_the_engine_that_cannot_be_imported_is_named(monkeypatch):
     hookkit.disable()
     monkeypatch.delitem(sys.modules, "hookkit.mends.dynamo")
     monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
-    plugin._warned.clear()
+    install._warned.clear()
     with pytest.warns(hookkit.PluginWarning, match=r"mends\.dynamo cannot be imported .*torch has moved"):
         hookkit.enable()
     assert_right_or_refused(program, (vector(),))

@@ -15,7 +15,7 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 import hookkit
-from hookkit import plugin
+from hookkit import install
 
 FOLDER = Path(inspect.getfile(hookkit)).parent / "mends"
 
@@ -26,7 +26,7 @@ class Mends(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         for path in FOLDER.rglob("*.py"):
             self.env.note_dependency(str(path))
-        return [self.section(mend) for mend in plugin.mends()]
+        return [self.section(mend) for mend in install.mends()]
 
     def section(self, mend: Any) -> nodes.section:
         section = nodes.section("", nodes.title("", mend.name[0].upper() + mend.name[1:]))

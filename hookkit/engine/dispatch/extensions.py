@@ -1,6 +1,6 @@
 """Where what is no rule takes part in interpreting a program: answers, questions, and what is around a traced program.
 
-Empty in the framework alone. ``hookkit/plugin.py`` puts the extensions of mends here when it installs them, and takes
+Empty in the framework alone. ``hookkit/install.py`` puts the extensions of mends here when it installs them, and takes
 them out again when hookkit is disabled.
 """
 

@@ -18,7 +18,7 @@ from thunder.core.jit_ext import get_jit_ctx
 
 from hookkit.call import Call
 from hookkit.engine.dispatch import extensions
-from hookkit.engine.interpreter import cache_guards, call_log, guards, progress, recompilations
+from hookkit.engine.interpreter import cache_guards, call_log, progress, prologue_guards, recompilations
 from hookkit.engine.interpreter.attempt import Aside, Raised, add_note, raise_in_program
 from hookkit.engine.interpreter.call_view import shows
 from hookkit.engine.interpreter.reasons import is_called_by_user, of_silent_failure, user_source
@@ -349,7 +349,7 @@ def _run(invocation: Invocation, record: call_log.CallRecord) -> Any:
         return _replay(invocation, record, earlier)
     everything, outside = _reachable(invocation)
     generators = Generators.now()
-    guarded = invocation.guarded = guards.mark()
+    guarded = invocation.guarded = prologue_guards.mark()
     noted = cache_guards.mark()
     error: BaseException
     try:
@@ -379,10 +379,10 @@ def _run(invocation: Invocation, record: call_log.CallRecord) -> Any:
         if not (rule.opaque_callee or isinstance(refused, UntraceableError)):
             raise
         error = refused
-    guards.drop_changed(guarded, cache_guards.traced_program())
+    prologue_guards.drop_changed(guarded, cache_guards.traced_program())
     outside.restore()
     generators.restore()
-    guards.drop_uncheckable(guarded)
+    prologue_guards.drop_uncheckable(guarded)
     cache_guards.drop(noted)
     result, reason = opaque_calls.fall_back(invocation, error)
     _untraceable.get()[key] = reason

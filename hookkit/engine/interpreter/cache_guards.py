@@ -1,9 +1,9 @@
-"""What a compiled program depends on beyond the guards of thunder's prologue.
+"""What a compiled program depends on beyond the guards of thunder's prologue: what closures and globals hold, and more.
 
-thunder guards tensors and numbers that a program reads. It does not guard the length of a list, the keys of a dict, a
-dtype, or which function or class a name stands for. For programs with calls that hookkit took over this is looked at
-here: the arguments that are no tensors, what the Functions' code and the program's own names stand for, and what the
-containers hold that traced calls can reach.
+Here is the guard of a closure's value. thunder guards tensors and numbers that a program reads. It does not guard the
+length of a list, the keys of a dict, a dtype, or which function or class a name stands for. For programs with calls
+that hookkit took over this is looked at here: the arguments that are no tensors, what the Functions' code and the
+program's own names stand for, in closures and globals, and what the containers hold that traced calls can reach.
 """
 
 from __future__ import annotations

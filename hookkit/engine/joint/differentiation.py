@@ -1,7 +1,8 @@
 """What hookkit corrects around thunder's differentiation of a whole trace.
 
 Three things: which outputs of a compiled program require grad; that what a forward provider computes for the backward
-is computed in the forward; that an opaque backward sees None where eager PyTorch has no gradient.
+is computed in the forward; that an opaque backward sees None where eager PyTorch has no gradient. Second derivatives
+are those of :mod:`.run_again`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A program run again by PyTorch, operation by operation: for the derivatives that thunder does not have.
+"""A program run again by PyTorch, operation by operation: for second derivatives, which thunder does not have.
 
 thunder differentiates a program once. Where gradients are to have a graph (``create_graph=True``), or are asked for
 many at once (``is_grads_batched=True``), the program's trace as it was before that runs under PyTorch's own autograd,
@@ -24,7 +24,7 @@ from thunder.executors.passes import transform_for_execution
 from thunder.executors.torchex import ex as pytorch
 
 from hookkit import compat
-from hookkit.engine.interpreter.closed_over import OUTSIDE
+from hookkit.engine.interpreter.outside_tensors import OUTSIDE
 from hookkit.engine.interpreter.side_effects import Generators, State
 from hookkit.engine.pytorch.dynamo_graphs import as_function
 from hookkit.engine.pytorch.graph_run import autocast_regions

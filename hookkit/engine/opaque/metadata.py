@@ -21,9 +21,9 @@ from thunder.core.proxies import AnyProxy, NumberProxy, Proxy, TensorProxy
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 
 from hookkit import compat, operators
-from hookkit.engine.interpreter import cache_guards, guards
+from hookkit.engine.interpreter import cache_guards, prologue_guards
 from hookkit.engine.interpreter.attempt import Raised
-from hookkit.engine.interpreter.closed_over import OUTSIDE
+from hookkit.engine.interpreter.outside_tensors import OUTSIDE
 from hookkit.engine.interpreter.side_effects import Generators, State, WritesUndone, following_natively, not_followed
 from hookkit.engine.opaque.held import Held
 from hookkit.engine.opaque.operator import Expected, OpaqueCall, same_structure
@@ -424,7 +424,7 @@ def _no_side_effects(invocation: Invocation, reachable: State) -> Iterator[Write
         with trying(), compat.without_dynamo(), torch.random.fork_rng(), in_this_thread, following_natively(reachable):
             yield writes
         if invocation.guarded is not None:
-            guards.drop_changed(invocation.guarded, cache_guards.traced_program())
+            prologue_guards.drop_changed(invocation.guarded, cache_guards.traced_program())
         reachable.restore()
     finally:
         writes.undo()

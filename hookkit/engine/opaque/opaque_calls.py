@@ -23,8 +23,8 @@ from thunder.extend import ImplInfo
 
 from hookkit import operators
 from hookkit.engine.interpreter.attempt import Raised
-from hookkit.engine.interpreter.closed_over import OUTSIDE, gets_gradients, parameters_of
 from hookkit.engine.interpreter.kept_closures import Kept, as_it_is
+from hookkit.engine.interpreter.outside_tensors import OUTSIDE, gets_gradients, parameters_of
 from hookkit.engine.interpreter.reasons import in_words
 from hookkit.engine.opaque.fast_path import DirectCall
 from hookkit.engine.opaque.held import HELD, Held, find_held

@@ -18,7 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from hookkit.call import Call
-from hookkit.engine.interpreter.closed_over import OUTSIDE, Uses, gets_gradients, refuse_missing
+from hookkit.engine.interpreter.outside_tensors import OUTSIDE, Uses, gets_gradients, refuse_missing
 from hookkit.engine.interpreter.side_effects import Generators
 from hookkit.engine.values.binding import Bound
 from hookkit.engine.values.captured import fill

@@ -15,9 +15,9 @@ from thunder.core.jit_ext import get_jit_ctx
 from thunder.core.proxies import Proxy, ProxyTag, TensorProxy, variableify
 from thunder.core.trace import tracectx
 
-from hookkit.engine.interpreter import guards
+from hookkit.engine.interpreter import prologue_guards
 from hookkit.engine.interpreter.attempt import Attempt
-from hookkit.engine.interpreter.closed_over import gets_gradients, outside, refuse_missing
+from hookkit.engine.interpreter.outside_tensors import gets_gradients, outside, refuse_missing
 from hookkit.engine.interpreter.side_effects import Generators, State
 from hookkit.engine.joint.differentiation import RESIDUAL
 from hookkit.engine.trace import gradflow
@@ -59,7 +59,7 @@ def trace_call(invocation: Invocation, before: State) -> tuple[Composite, Any]:
     """
     rule = invocation.rule
     differentiate = rule.backward_provider is not None
-    guarded = guards.mark()
+    guarded = prologue_guards.mark()
     generators = Generators.now()
     inner_mode = invocation.grad_mode and not differentiate
     with Attempt(grad_mode=inner_mode):
@@ -78,7 +78,7 @@ def trace_call(invocation: Invocation, before: State) -> tuple[Composite, Any]:
             result = _with_backward(invocation, output, residuals, wrapped_residuals, forward)
         else:
             result = _without_backward(invocation, output, forward)
-        unguarded = guards.uncheckable(guarded)
+        unguarded = prologue_guards.uncheckable(guarded)
         if unguarded:
             raise UntraceableError(f"it depends on values that cannot be guarded: {', '.join(unguarded)}")
         changed = before.changed()

@@ -1,4 +1,4 @@
-"""hookkit.plugin: what it puts into thunder, and that all of it goes again."""
+"""hookkit.install: what it puts into thunder, and that all of it goes again."""
 
 import pytest
 import thunder
@@ -11,7 +11,7 @@ from thunder.transforms import autodiff
 from torch.autograd import Function
 
 import hookkit
-from hookkit import plugin
+from hookkit import install
 
 
 class Scaled(Function):
@@ -35,7 +35,7 @@ def vector():
 
 
 HOLDERS = [
-    *(holder for holder, _ in (p.locate() for p in plugin._patches()) if not isinstance(holder, dict)),
+    *(holder for holder, _ in (p.locate() for p in install._patches()) if not isinstance(holder, dict)),
     thunder,
     thunder.clang,
     codeutils,
@@ -104,7 +104,7 @@ def test_disable_takes_out_everything_that_enable_put_in(disabled):
     before, known = snapshot(), executors()
     hookkit.enable()
     patched = difference(before, snapshot())
-    assert len(patched) >= len([p for p in plugin._installed if not isinstance(p.holder, dict)])
+    assert len(patched) >= len([p for p in install._installed if not isinstance(p.holder, dict)])
     thunder.jit(program)(vector()).sum().backward()
     hookkit.disable()
     assert difference(before, snapshot()) == []
@@ -113,7 +113,7 @@ def test_disable_takes_out_everything_that_enable_put_in(disabled):
 
 def test_every_patch_is_of_a_thing_that_the_snapshot_covers(disabled):
     hookkit.enable()
-    for patch in plugin._installed:
+    for patch in install._installed:
         assert any(patch.holder is holder for holder in (*HOLDERS, *TABLES.values())), patch.key
 
 

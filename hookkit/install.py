@@ -57,7 +57,7 @@ MENDS: dict[str, dict[str, Any]] = {
     "hookkit.mends.containers": _ALL,
     "hookkit.mends.generators": _ALL,
     "hookkit.mends.partials": _ALL,
-    "hookkit.mends.fast_paths": _SPEED,
+    "hookkit.mends.interpreter_shortcuts": _SPEED,
     "hookkit.mends.dynamo": _THUNDERFX,
     "hookkit.mends.grad_mode": _THUNDERFX,
 }

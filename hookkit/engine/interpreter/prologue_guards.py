@@ -13,7 +13,7 @@ from thunder.core.interpreter import ProvenanceRecord
 from thunder.core.jit_ext import get_jit_ctx
 from thunder.core.proxies import AnyProxy, NumberProxy, Proxy, TensorProxy
 
-from hookkit.engine.interpreter.closed_over import name_of
+from hookkit.engine.interpreter.outside_tensors import name_of
 
 __all__ = ["drop_changed", "drop_uncheckable", "mark", "uncheckable"]
 
