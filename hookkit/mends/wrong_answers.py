@@ -30,7 +30,7 @@ from thunder.core.proxies import NumberProxy, TensorProxy
 from hookkit.engine.dispatch.extensions import Extension
 from hookkit.engine.interpreter.attempt import raise_in_program
 from hookkit.engine.interpreter.reasons import user_source
-from hookkit.engine.opaque.opaque_calls import record_constant
+from hookkit.engine.trace.composite import record_constant
 from hookkit.errors import HookError
 from hookkit.mends import tensor_identity
 from hookkit.mends.mend import Mend

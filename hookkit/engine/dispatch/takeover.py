@@ -25,11 +25,11 @@ from hookkit.engine.interpreter.reasons import is_called_by_user, of_silent_fail
 from hookkit.engine.interpreter.side_effects import Generators, State, following
 from hookkit.engine.opaque import opaque_calls
 from hookkit.engine.trace import gradflow
-from hookkit.engine.trace.composite import Composite, Origin, bind
+from hookkit.engine.trace.composite import Composite
 from hookkit.engine.trace.in_place_check import OVERWRITTEN, NoRegion, Retrace
 from hookkit.engine.traced import regions, replay
 from hookkit.engine.traced.invocation import Invocation
-from hookkit.engine.traced.traced_call import bind_call, trace_call
+from hookkit.engine.traced.traced_call import bind_call, record_call, trace_call
 from hookkit.engine.values.binding import Bound
 from hookkit.engine.values.wrapping import unwrap_arguments
 from hookkit.errors import DataDependencyError, HookError, UntraceableError
@@ -428,8 +428,7 @@ def _region_or_inline(invocation: Invocation, record: call_log.CallRecord, key: 
         record.became("traced")
         record.no_region = reason
         return result
-    call.origin = Origin(invocation.rule, invocation.call, unwrap(result), get_jit_ctx()._proxy_swapmap)
-    bind(trace, get_jit_ctx().ad_hoc_executor, call)
+    record_call(invocation, call, unwrap(result))
     _note(record, call)
     if not generators.drawn_from():
         replay.remember(trace, key, invocation, call, unwrap(result), everything)

@@ -33,10 +33,9 @@ __all__ = ["Aside", "Attempt", "Raised", "add_note", "is_made", "raise_in_progra
 class Raised(Exception):
     """Something that ran in the interpreter raised; the exception is in ``error``."""
 
-    def __init__(self, error: BaseException, interpreted: bool) -> None:
+    def __init__(self, error: BaseException) -> None:
         super().__init__(f"{type(error).__name__}: {error}")
         self.error = error
-        self.interpreted = interpreted
 
 
 class Attempt:
@@ -78,11 +77,11 @@ class Attempt:
         try:
             result = _interpret_call(function, *args, **kwargs)
         except Exception as error:
-            raise Raised(error, interpreted=False) from error
+            raise Raised(error) from error
         if result is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
             raised = self._runtime.curexc
             self._runtime.curexc = None
-            raise Raised(raised, interpreted=True)
+            raise Raised(raised)
         return result
 
     def written(self) -> list[tuple[Any, Any]]:

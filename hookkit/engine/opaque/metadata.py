@@ -106,7 +106,7 @@ def _by_trying(
         except Exception as error:
             without_data = error
         if _is_same(without_data, pending):
-            raise Raised(without_data, interpreted=False)
+            raise Raised(without_data)
         if lacking:
             return _of_operation(invocation, operator, slots, without_data, writes_undone)
         try:
@@ -119,7 +119,7 @@ def _by_trying(
                     _add_rare_writes(operator, slots, first, writes_undone)
         except Exception as error:
             if _is_same(error, pending) or _is_same(error, without_data):
-                raise Raised(error, interpreted=False) from None
+                raise Raised(error) from None
             raise MetaError(
                 f"the metadata of {invocation.call} is not known: on tensors without data it raised "
                 f"{type(without_data).__name__}: {without_data}; on example values {type(error).__name__}: {error}. "
@@ -188,7 +188,7 @@ def _of_operation(
         except Exception as error:
             is_own = type(error) is type(without_data) and not isinstance(error, NotImplementedError)
             if is_own and not any(_is_unknown(p) for p in slots):
-                raise Raised(error, interpreted=False) from None
+                raise Raised(error) from None
         else:
             tensors_only = all(isinstance(leaf, Slot) for leaf in leaves(first.structure))
             if tensors_only and first.tensors == second.tensors and same_structure(first.structure, second.structure):
@@ -361,7 +361,7 @@ def _from_meta_function(
                 output = provider(*leading, *args, **kwargs)
         except Exception as error:
             if invocation.rule.ships:  # what it calls of the program raised it
-                raise Raised(error, interpreted=False) from None
+                raise Raised(error) from None
             raise MetaError(
                 f"{invocation.rule.described('meta function')} raised {type(error).__name__}: {error} for "
                 f"{invocation.call}; it must return the outputs' metadata for these arguments"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import thunder.torch as ltorch
 import torch
 from thunder.core import dtypes, prims
 from thunder.core.compile_data import get_compile_data
@@ -63,7 +64,7 @@ from hookkit.logs import FALLBACKS
 from hookkit.patch import Patch
 from hookkit.targets import signature_of
 
-__all__ = ["PATCHES", "fall_back", "opaque_call", "operator_symbol", "record_constant"]
+__all__ = ["PATCHES", "fall_back", "opaque_call", "operator_symbol"]
 
 
 def opaque_call(invocation: Invocation, pending: BaseException | None) -> Any:
@@ -98,7 +99,7 @@ def opaque_call(invocation: Invocation, pending: BaseException | None) -> Any:
     symbol = operator_symbol(jit.ad_hoc_executor, symbol_name(trace, invocation.name), operator, slots, again)
     with tracectx(trace):
         results = symbol(*slots, *draws)
-    symbol.meta.views = frozenset(results[i].name for i in expected.views)  # mutation.check asks
+    symbol.meta.views = frozenset(results[i].name for i in expected.views)  # in_place_check.check asks
     returned = fill(expected.structure, _write_back(invocation, slots, expected, list(results)))
     return wrap_result(map_leaves(operator.kept.original, returned), invocation.owner, *invocation.args)
 
@@ -186,31 +187,6 @@ def _with_same_draws(run: Callable[..., Any], *arguments: Any) -> Any:
         return run(*values)
 
 
-def record_constant(tensor: torch.Tensor) -> TensorProxy:
-    """Record a tensor that no input of the program leads to (the default of a parameter, say) as an operator.
-
-    It stands before whatever is being recorded, so that everything can use it.
-    """
-    jit = get_jit_ctx()
-    trace = jit.computation_trace
-    metadata = TensorMetadata.of(tensor)
-    symbol = make_symbol(
-        jit.ad_hoc_executor,
-        symbol_name(trace, "constant"),
-        lambda: metadata.proxy(False),
-        lambda: tensor,
-        kind=gradflow.CALL,
-        is_prim=True,
-    )
-    jit.ad_hoc_executor._implmap[symbol.id] = ImplInfo(symbol=symbol, grad_transform=symbol)
-    with tracectx(trace):
-        trace.push_scope(trace.scopes[0])
-        try:
-            return symbol()
-        finally:
-            trace.pop_scope()
-
-
 def fall_back(invocation: Invocation, error: BaseException) -> tuple[Any, str]:
     """Make a call opaque that could not be traced, or raise what it raises in eager PyTorch too.
 
@@ -231,7 +207,7 @@ def fall_back(invocation: Invocation, error: BaseException) -> tuple[Any, str]:
         operator, slots = _operator(invocation)
         raised = find_metadata(invocation, operator, slots, error).backward_raised
         if type(raised) is type(error) and not isinstance(raised, HookError):
-            raise Raised(raised, interpreted=False)  # by the backward, in eager PyTorch too
+            raise Raised(raised)  # by the backward, in eager PyTorch too
         raise UntraceableError(
             f"{call} cannot be traced: {reason}\n"
             f'Its mode is "trace" by {invocation.mode.said_by}; "auto" lets it run as one opaque operator.'
@@ -287,7 +263,7 @@ def _operator(invocation: Invocation) -> tuple[OpaqueCall, list[Proxy]]:
     if rule.captures:
         callee, arguments = _with_captured(invocation, callee, arguments, place)
     autocasts = tuple(
-        Autocast(device, _torch_dtype(dtype), bool(enabled))
+        Autocast(device, dtypes.to_torch_dtype(dtype), bool(enabled))
         for device, dtype, enabled in get_compile_data().autocast_stack.stack
     )
     needs = tuple(gradflow.requires_grad(trace, p) for p in slots)
@@ -360,10 +336,6 @@ def _with_captured(
     )
 
 
-def _torch_dtype(dtype: Any) -> torch.dtype:
-    return dtype if isinstance(dtype, torch.dtype) else dtypes.to_torch_dtype(dtype)
-
-
 def _refuse_hidden_proxies(invocation: Invocation, value: Any) -> None:
     """An operator gets real tensors for the proxies that it is given; it cannot for those that an object hides."""
     for part in (getattr(value, "__dict__", None), getattr(value, "__self__", None)):
@@ -414,8 +386,6 @@ def _gradient_transform(
 
 def _write_back(invocation: Invocation, slots: list[Proxy], expected: Expected, results: list[Any]) -> list[Any]:
     """Write what the call changed in place into its arguments, as an operation that thunder knows."""
-    import thunder.torch as ltorch
-
     count = len(expected.tensors)
     returned = results[:count]
     for place, index in expected.dirty_outputs.items():

@@ -90,7 +90,7 @@ class OpaqueCall:
         direct: the short way of the call, if it has one.
         inputs: the metadata of the slots that get a gradient.
         reach: to which of the program's outputs it leads, if not to all.
-        output_sources: for each output that requires grad what its gradient is made from, see :mod:`.reach`.
+        output_sources: for each output that requires grad what its gradient is made from (trace/reachability.py).
         gradient_names: what the gradients that it gives are called there.
         handed_on: for each of them whether it may be None: nothing that thunder executes takes it.
         undefined: outputs of earlier calls to whose backward this one feeds zeros, see ``feed_undefined``.

@@ -16,6 +16,7 @@ from typing import Any
 import attrs
 import thunder
 import thunder.torch as ltorch
+import torch
 from thunder.core import prims
 from thunder.core.jit_ext import get_jit_ctx
 from thunder.core.proxies import Proxy, ProxyTag, TensorProxy, variableify
@@ -26,6 +27,7 @@ from thunder.extend import ImplInfo
 from hookkit.call import Call
 from hookkit.engine.trace import gradflow
 from hookkit.engine.trace.reachability import Reach, WhereUsed
+from hookkit.engine.values.wrapping import TensorMetadata
 from hookkit.rule import Rule
 
 __all__ = [
@@ -36,8 +38,10 @@ __all__ = [
     "clear_tags",
     "export_leaks",
     "feed_undefined",
+    "free",
     "fresh",
     "make_symbol",
+    "record_constant",
     "renamed",
     "swapped",
     "symbol_name",
@@ -101,6 +105,31 @@ def make_symbol(
         tags=tuple(tags) or None,
         _bind_postprocess=postprocess,
     )
+
+
+def record_constant(tensor: torch.Tensor) -> TensorProxy:
+    """Record a tensor that no input of the program leads to (the default of a parameter, say) as an operator.
+
+    It stands before whatever is being recorded, so that everything can use it.
+    """
+    jit = get_jit_ctx()
+    trace = jit.computation_trace
+    metadata = TensorMetadata.of(tensor)
+    symbol = make_symbol(
+        jit.ad_hoc_executor,
+        symbol_name(trace, "constant"),
+        lambda: metadata.proxy(False),
+        lambda: tensor,
+        kind=gradflow.CALL,
+        is_prim=True,
+    )
+    jit.ad_hoc_executor._implmap[symbol.id] = ImplInfo(symbol=symbol, grad_transform=symbol)
+    with tracectx(trace):
+        trace.push_scope(trace.scopes[0])
+        try:
+            return symbol()
+        finally:
+            trace.pop_scope()
 
 
 @attrs.frozen(eq=False)
@@ -171,6 +200,16 @@ class Composite:
     gradient_names: list[str] = attrs.field(factory=list)
     origin: Origin | None = None
     outside: dict[str, TensorProxy] = attrs.field(factory=dict)
+
+    @classmethod
+    def of_operations(
+        cls, name: str, subject: Any, operations: Sequence[BoundSymbol], outputs: Sequence[Proxy]
+    ) -> Composite:
+        """One that thunder differentiates by differentiating its operations."""
+        inputs = tuple(free(operations))
+        return cls(
+            name=name, inputs=inputs, outputs=tuple(outputs), forward=operations, explicit=False, subject=subject
+        )
 
     def residual_names(self) -> set[str]:
         """The names of the tensors that the backward reads."""
@@ -374,6 +413,18 @@ def fresh(proxy: Proxy) -> Proxy:
     if isinstance(proxy, TensorProxy):
         return TensorProxy(like=proxy, requires_grad=proxy.requires_grad, tags=set(proxy.tags))
     return proxy.replace_name(None)
+
+
+def free(bsyms: Sequence[Any], known: set[str] = frozenset()) -> list[Proxy]:  # type: ignore[assignment]
+    """The proxies that bound symbols read and do not make, each once, in order."""
+    made = set(known)
+    free: dict[str, Proxy] = {}
+    for bsym in bsyms:
+        for arg in bsym.flat_proxy_args:
+            if arg.name not in made:
+                free.setdefault(arg.name, arg)
+        made.update(o.name for o in bsym.flat_proxy_outs)
+    return list(free.values())
 
 
 def export_leaks(trace: TraceCtx) -> None:

@@ -40,7 +40,6 @@ from hookkit.engine.trace.recomputation import draws, is_recomputing
 from hookkit.engine.traced.compiled_region import Region, program_of, sharing_of
 from hookkit.engine.traced.invocation import Invocation
 from hookkit.engine.traced.structure import structure_of
-from hookkit.engine.traced.traced_call import free
 from hookkit.engine.values.wrapping import PLAIN, leaves, map_leaves, proxies_in
 from hookkit.errors import UntraceableError
 
@@ -183,14 +182,7 @@ def recorded(invocation: Invocation, bsyms: list[BoundSymbol], returned: Any) ->
     made = {o.name for b in operations for o in b.flat_proxy_outs}
     if not all(o.name in made for o in now) or len({o.name for o in now}) < len(now):
         return "it returns a tensor that it did not make, or one twice"
-    composite = Composite(
-        name=invocation.name,
-        inputs=tuple(free(operations)),
-        outputs=tuple(now),
-        forward=operations,
-        explicit=False,
-        subject=invocation.subject,
-    )
+    composite = Composite.of_operations(invocation.name, invocation.subject, operations, now)
     reason = obstacle(composite, now)
     if reason is not None:
         return reason

@@ -21,7 +21,7 @@ from hookkit.engine.interpreter.outside_tensors import gets_gradients, outside, 
 from hookkit.engine.interpreter.side_effects import Generators, State
 from hookkit.engine.joint.differentiation import RESIDUAL
 from hookkit.engine.trace import gradflow
-from hookkit.engine.trace.composite import Composite, Origin, bind
+from hookkit.engine.trace.composite import Composite, Origin, bind, free
 from hookkit.engine.trace.functionalize import functionalise
 from hookkit.engine.trace.in_place_check import views_of_arguments
 from hookkit.engine.traced.invocation import Invocation
@@ -39,7 +39,7 @@ from hookkit.errors import GradientError, UntraceableError
 from hookkit.residuals import Residuals
 from hookkit.returned import check_takes, output_and_residuals
 
-__all__ = ["bind_call", "free", "trace_call"]
+__all__ = ["bind_call", "record_call", "trace_call"]
 
 
 def trace_call(invocation: Invocation, before: State) -> tuple[Composite, Any]:
@@ -97,10 +97,15 @@ def bind_call(invocation: Invocation, composite: Composite, returned: Any) -> An
     Returns:
         The wrapped result of the call.
     """
+    record_call(invocation, composite, returned)
+    return wrap_result(returned, invocation.owner, *invocation.args)
+
+
+def record_call(invocation: Invocation, composite: Composite, returned: Any) -> None:
+    """Record a call's operations as one symbol, which knows the call that it stands for."""
     jit = get_jit_ctx()
     composite.origin = Origin(invocation.rule, invocation.call, returned, jit._proxy_swapmap)
     bind(jit.computation_trace, jit.ad_hoc_executor, composite)
-    return wrap_result(returned, invocation.owner, *invocation.args)
 
 
 def _split(invocation: Invocation, wrapped: Any) -> tuple[Any, Any]:
@@ -132,15 +137,7 @@ def _without_backward(invocation: Invocation, output: Any, forward: Attempt) -> 
         finally:
             trace.pop_scope()
     outputs = tuple({p.name: p for p in leaves(output) if isinstance(p, Proxy)}.values())
-    composite = Composite(
-        name=invocation.name,
-        inputs=tuple(free(symbols)),
-        outputs=outputs,
-        forward=symbols,
-        explicit=False,
-        subject=invocation.subject,
-    )
-    return composite, output
+    return Composite.of_operations(invocation.name, invocation.subject, symbols, outputs), output
 
 
 def _with_backward(
@@ -394,15 +391,3 @@ def _fit(invocation: Invocation, label: str, tensor: TensorProxy, gradient: Any)
             )
         gradient = clang.maybe_convert_to_dtype(gradient, tensor.dtype)
     return gradient
-
-
-def free(bsyms: Sequence[Any], known: set[str] = frozenset()) -> list[Proxy]:  # type: ignore[assignment]
-    """The proxies that bound symbols read and do not make, each once, in order."""
-    made = set(known)
-    free: dict[str, Proxy] = {}
-    for bsym in bsyms:
-        for arg in bsym.flat_proxy_args:
-            if arg.name not in made:
-                free.setdefault(arg.name, arg)
-        made.update(o.name for o in bsym.flat_proxy_outs)
-    return list(free.values())
