@@ -82,7 +82,8 @@ class Explanation:
 
     Attributes:
         calls: the calls that at least one rule was asked about and could take, in the order of the program.
-        unresolved: the lazy names among the rules' targets that stand for nothing, by rule, and why.
+        unresolved: the lazy names that stand for nothing among the targets of rules that are not hookkit's own, by
+            rule, and why.
         error: what tracing raised after the last of the calls, or None.
         missed: calls of an operation in a form that no rule matches, although one is for another form of it.
 
@@ -186,6 +187,7 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
         unresolved={
             rule.name: f"{target}: {target.state}"
             for rule in rules()
+            if not rule.ships
             for target in rule.targets
             if isinstance(target, NameTarget) and target.state != "resolved"
         },

@@ -334,9 +334,7 @@ def keep_results(forward: Any) -> None:
 def _stands_for_operation(call: Any) -> bool:
     """Whether a call is an operation that keeps no result of its own, with a derivative that hookkit has mended."""
     origin = call.origin if isinstance(call, Composite) else None
-    if origin is None or not origin.rule.ships or origin.call.function is not None:
-        return False
-    return origin.rule.name not in _KEEP_RESULT
+    return origin is not None and origin.rule.is_mend and origin.rule.name not in _KEEP_RESULT
 
 
 # Of those for which a rule ships.
