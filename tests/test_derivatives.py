@@ -393,7 +393,8 @@ def test_a_transform_of_torch_func_around_a_compiled_program_is_right(name, jit)
 
 
 @pytest.mark.filterwarnings("ignore::hookkit.TransformWarning")
-def test_functional_call_of_a_compiled_module_is_right():
+@pytest.mark.parametrize("jit", [thunder.jit, through_dynamo])
+def test_functional_call_of_a_compiled_module_is_right(jit):
     module = torch.nn.Linear(4, 2).double()
     parameters = {name: p.detach() * 2 for name, p in module.named_parameters()}
 
@@ -401,10 +402,10 @@ def test_functional_call_of_a_compiled_module_is_right():
         call, x = torch.func.functional_call, vector().detach()
         return torch.func.grad(lambda p: call(module, p, (x,)).sin().sum())(parameters)
 
-    torch.testing.assert_close(gradients(thunder.jit(module)), gradients(module))
+    torch.testing.assert_close(gradients(jit(module)), gradients(module))
     given = (parameters, (vector().detach(),))
     expected = torch.func.functional_call(module, *given)
-    torch.testing.assert_close(torch.func.functional_call(thunder.jit(module), *given), expected)
+    torch.testing.assert_close(torch.func.functional_call(jit(module), *given), expected)
 
 
 @pytest.mark.filterwarnings("ignore::hookkit.TransformWarning")
@@ -500,3 +501,20 @@ def test_the_second_derivative_of_what_a_provider_computes_in_numpy_is_refused()
     torch.testing.assert_close(gradient, torch.autograd.grad(gate(x).sum(), x)[0])
     with pytest.raises(hookkit.HookError, match=r"second derivative of gate\(\).*calls Tensor.numpy\(\)"):
         gradient.sum().backward()
+
+
+def test_a_backward_between_two_of_dynamos_graphs_is_not_compiled_itself():
+    def program(x):
+        energy = (Cube.apply(x) * WEIGHTS).sum()
+        (slope,) = torch.autograd.grad(energy, x, create_graph=True)
+        return energy, -slope
+
+    def run(jit):
+        x = vector()
+        energy, force = jit(program)(x)
+        (energy.square() + (force - 1).square().sum()).backward()
+        return energy, force, x.grad
+
+    WEIGHTS = torch.linspace(1, 2, 4, dtype=torch.float64)
+    for got, wanted in zip(run(through_dynamo), run(lambda f: f), strict=True):
+        torch.testing.assert_close(got, wanted)

@@ -25,7 +25,7 @@ from torch._dynamo.variables.tensor import TensorVariable
 from hookkit import compat
 from hookkit.engine.dispatch.graphs import left_to_pytorch, operations_of
 from hookkit.engine.joint import transforms
-from hookkit.engine.pytorch.dynamo_graphs import drop_contexts, is_once_differentiable, write_no_grad
+from hookkit.engine.pytorch.dynamo_graphs import drop_contexts, is_once_differentiable, never_compiled, write_no_grad
 from hookkit.mends.mend import Mend
 from hookkit.patch import Patch, around, around_method
 
@@ -119,9 +119,6 @@ def _has_own_values(function: Any) -> bool:
     return False
 
 
-eval_frame = torch._C._dynamo.eval_frame
-_NOT_COMPILED = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
-
 # The Functions that Dynamo is about to trace and their arguments, each in one that applies it; it traces in one thread
 # at a time.
 _applied: list[tuple[type[Any], Any]] = []
@@ -157,7 +154,7 @@ def _skip(owner: type[Any]) -> None:
         for name in ("forward", "setup_context", "backward", "vjp"):
             method = getattr(vars(base).get(name), "__func__", None)
             if isinstance(method, FunctionType) and base is not torch.autograd.Function:
-                eval_frame.set_code_exec_strategy(method.__code__, _NOT_COMPILED)
+                never_compiled(method)
 
 
 def read_attribute(ctx: Any, stock: Callable[..., Any], tx: Any, name: str) -> Any:

@@ -16,6 +16,7 @@ from thunder.executors.torch_autograd import ThunderFunction, ThunderOutputFunct
 
 from hookkit import compat
 from hookkit.engine.joint.run_again import GeneratorStates, Kept, NotAgain, Program
+from hookkit.engine.pytorch.dynamo_graphs import never_compiled
 from hookkit.engine.pytorch.provider_function import refusing
 from hookkit.engine.trace import reachability
 from hookkit.patch import Patch, around
@@ -90,6 +91,7 @@ def _functions(others: Sequence[Any] | None) -> Functions | None:
     return None
 
 
+@never_compiled
 def backward(stock: Callable[..., Any], ctx: Any, *gradients: Any) -> Any:
     """Run a program's backward: what thunder compiled; where the gradients are to have a graph, PyTorch's.
 
@@ -122,6 +124,7 @@ def _in_transform() -> bool:
     return compat.transforms_are_active() or compat.batched_depth() > 0
 
 
+@never_compiled
 def hand_on(stock: Callable[..., Any], ctx: Any, *gradients: Any) -> Any:
     """``ThunderOutputFunction.backward``, which makes a random number: under vmap it must not.
 

@@ -19,6 +19,7 @@ from hookkit import compat
 from hookkit.engine.interpreter.side_effects import Generators
 from hookkit.engine.joint.autograd_link import is_to_have_graph, refuse_derivative
 from hookkit.engine.joint.run_again import Again, GeneratorStates, Kept, NotAgain
+from hookkit.engine.pytorch.dynamo_graphs import never_compiled
 from hookkit.engine.pytorch.graph_run import Autocast, autocast_regions
 from hookkit.patch import Patch, around
 
@@ -136,6 +137,7 @@ class _Part:
         return tuple(roots)
 
 
+@never_compiled
 def backward(stock: Callable[..., Any], ctx: Any, *received: Any) -> Any:
     """The backward of what Inductor compiled; where the gradients are to have a graph, PyTorch's.
 

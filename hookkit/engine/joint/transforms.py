@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import thunder
 import torch
 from thunder.core.module import ThunderModule
+from thunder.dynamo.compiler import ThunderFXCompiledObject
 
 from hookkit import compat
 from hookkit.errors import TransformWarning, warn_user
@@ -124,7 +125,11 @@ def functional_call(stock: Callable[..., Any], module: Any, *args: Any, **kwargs
         *args: the parameters, and what the module is called with.
         **kwargs: the same, by keyword.
     """
-    return stock(module._model if isinstance(module, ThunderModule) else module, *args, **kwargs)
+    if isinstance(module, ThunderModule):
+        module = module._model
+    elif isinstance(module, ThunderFXCompiledObject):
+        module = getattr(module._func, "_orig_mod", module)  # as torch.compile names it
+    return stock(module, *args, **kwargs)
 
 
 PATCHES = [

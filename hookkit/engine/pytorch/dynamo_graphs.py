@@ -9,7 +9,7 @@ import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.fx import GraphModule, Node
 
-__all__ = ["as_function", "drop_contexts", "is_once_differentiable", "write_no_grad"]
+__all__ = ["as_function", "drop_contexts", "is_once_differentiable", "never_compiled", "write_no_grad"]
 
 _ONCE = once_differentiable(lambda ctx: None).__code__
 
@@ -86,3 +86,18 @@ def _computes_first(module: GraphModule) -> Node:
 
 def _output(module: GraphModule) -> Any:
     return next(n for n in module.graph.nodes if n.op == "output").args[0]
+
+
+def never_compiled(function: Any) -> Any:
+    """A function that Dynamo does not compile, nor what it calls.
+
+    In a frame that Dynamo runs it would compile a backward, too, if that runs between two of its graphs.
+
+    Args:
+        function: a Python function, which is returned.
+    """
+    # ``torch.compiler.disable`` would cost time at each call; this costs none. torch 2.7 to 2.15 have it.
+    frames = torch._C._dynamo.eval_frame
+    never = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    frames.set_code_exec_strategy(function.__code__, never)
+    return function
